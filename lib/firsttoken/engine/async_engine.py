@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Return what the engine holds. Each number is right, but they may be of two moments."""
         held, pool = self._engine.scheduler, self._engine.pool
-        running, away = len(held.running), len(held.swapped) + len(held.restoring)
+        running, away = len(held.running), len(held.swapped) + len(held.restoring) + len(held.drafted)
         return EngineStats(running, len(held.waiting) + away, pool.count - pool.free, pool.count)
 
     def close(self, error: Exception | None = None) -> None:
@@ -152,15 +153,17 @@ class AsyncEngine:
             self._end_all(self._failed(error))
             return
         self._end_failed()
-        now = time.monotonic()
+        now, remaining = time.monotonic(), Counter(request.number for request, _ in produced)  # many, of a draft
         for request, token in produced:
             stage = 0 if request.version is None else request.version.stage
-            token_logprob = request.token_logprobs[-1] if request.token_logprobs else None
+            behind, draft = remaining[request.number], request.drafting
+            token_logprob = request.token_logprobs[-behind] if request.token_logprobs and not draft else None
+            remaining[request.number] -= 1
             stream = self._streams[request.number]
             if stream.begun_s is None:  # numpy has begun with some
                 stream.begun_s = request.begun_s
-            stream.put(TokenEvent(token, stage, now, token_logprob))
-            if request.finished:
+            stream.put(TokenEvent(token, stage, now, token_logprob, draft))
+            if request.finished and behind == 1:
                 self._streams.pop(request.number).end()
 
     def _accept(self, stream: Stream, submission: Submission) -> None:

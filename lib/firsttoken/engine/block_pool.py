@@ -135,7 +135,9 @@ class PrefixSharing:
             request.keys = [start]
         if request.sampling.prompt_logprobs:
             return []
-        return self._pool.find(block_keys(request, self._block_tokens, (len(request.tokens) - 1) // self._block_tokens))
+        # what comes before the first draft is computed, as it says what the draft is held to
+        full = (len(request.tokens) - request.draft_count - 1) // self._block_tokens
+        return self._pool.find(block_keys(request, self._block_tokens, full))
 
     def admitted(self, request: Request, blocks: int) -> None:
         """Note that ``request`` was given so many of the found ``blocks``."""
@@ -155,8 +157,9 @@ class PrefixSharing:
 
     def publish(self, chunk: ScheduledChunk) -> None:
         """Share the blocks that ``chunk`` fills with requests that are admitted after it, in its step too: there each
-        layer writes all keys and values before it reads any."""
-        request, full = chunk.request, chunk.end // self._block_tokens
+        layer writes all keys and values before it reads any. Drafts are not shared, as they may be taken back."""
+        request = chunk.request
+        full = min(chunk.end, len(request.tokens) - request.draft_count) // self._block_tokens
         if request.published >= full:
             return
         keys = block_keys(request, self._block_tokens, full)[request.published :]

@@ -25,6 +25,22 @@ def choose(
     return draw(logits, sampling.temperature, sampling.top_p, numbers, sampling.top_k, sampling.min_p)
 
 
+def token_shares(logits: np.ndarray, sampling: Sampling, tokens: Sequence[int], generated: int) -> np.ndarray:
+    """Return the probability [vocabulary] with which :func:`choose` draws each token."""
+    logits = _adjusted(logits, sampling, tokens, generated) if sampling.adjusts else logits
+    shares = shares_of(logits, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+    return shares / shares.sum()
+
+
+def accept_draft(draft: int, drawn_from: np.ndarray, shares: np.ndarray, numbers: np.random.Generator) -> int:
+    """Return ``draft``, a token that was ``drawn_from`` probabilities [vocabulary], or another in its place, so that
+    what is returned is distributed by ``shares`` (Leviathan et al., 2.3)."""
+    if numbers.random() * drawn_from[draft] < shares[draft]:
+        return draft
+    sums = np.cumsum(np.maximum(shares - drawn_from, 0.0))
+    return int(sums.searchsorted(numbers.random() * sums[-1], side="right")) if sums[-1] > 0 else draft
+
+
 def _adjusted(logits: np.ndarray, sampling: Sampling, tokens: Sequence[int], generated: int) -> np.ndarray:
     """``logits`` with what vLLM does to them before a draw, in its order: no end before ``min_tokens``, the bias, the
     penalty of repetition (of tokens in prompt or answer), and those of frequency and presence (of the answer's)."""
@@ -60,6 +76,13 @@ def draw(
     tokens, up to the one that makes up the share ``top_p`` together with those before it. A draw takes one of the
     ``numbers``, whatever the shares are.
     """
+    sums = np.cumsum(shares_of(logits, temperature, top_p, top_k, min_p))
+    # Below the last sum, as numbers are below 1; a token without a share ends where the one before it does.
+    return int(sums.searchsorted(numbers.random() * sums[-1], side="right"))
+
+
+def shares_of(logits: np.ndarray, temperature: float, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+    """Return what :func:`draw` draws from: a share for each token, whose sum need not be 1."""
     shares = logits.astype(np.float64)
     with np.errstate(over="ignore"):
         shares -= shares.max()  # never above 0, and in double: the smallest temperature leaves the largest alone
@@ -70,9 +93,7 @@ def draw(
     shares[shares < min_p] = 0.0  # the likeliest token's is 1
     if top_p < 1:
         _cut(shares, top_p)
-    sums = np.cumsum(shares, out=shares)
-    # Below the last sum, as numbers are below 1; a token without a share ends where the one before it does.
-    return int(sums.searchsorted(numbers.random() * sums[-1], side="right"))
+    return shares
 
 
 def _cut(shares: np.ndarray, top_p: float) -> None:

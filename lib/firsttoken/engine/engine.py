@@ -10,10 +10,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
+from firsttoken.engine.drafts import settle
 from firsttoken.engine.executor import Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Kind, KVSource, Request, Sampling, ScheduledChunk, split_decodes
+from firsttoken.engine.request import GREEDY, Kind, KVSource, Phase, Request, Sampling, ScheduledChunk, split_decodes
 from firsttoken.engine.scheduler_state import Victim, victim_named
 from firsttoken.engine.schedulers.sarathi import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
@@ -193,8 +194,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Return whether a request is open."""
-        return bool(self._open)
+        """Return whether a request is open that does not wait for the whole model."""
+        return len(self._open) > len(self.scheduler.drafted)
 
     @property
     def open_requests(self) -> int:
@@ -248,14 +249,19 @@ class Engine:
         """Let new requests begin with ``version`` from the next step on, and open ones move to it as ``transition``
         says.
 
-        Returns the requests that could not move, each with the reason; they are ended.
+        Drafts are verified by one that is whole. Returns the requests that could not move, each with the reason; they
+        are ended.
         """
         self.executor.version, lost = version, []
         for request in list(self._open.values()):
-            if not request.moves or request.version in (None, version):
+            verifies = request.sampling.verify is not None
+            if not (request.moves or verifies) or request.version in (None, version):
                 continue
+            if request.phase is Phase.DRAFTED and not version.whole:
+                continue  # it has nothing to compute again but for the one that verifies it
             try:
-                layers = transition(request.version, version)
+                verified = verifies and version.whole
+                layers = range(version.depth) if verified else transition(request.version, version)
                 if layers is not None:
                     self.scheduler.move(request, version, layers)
             except Exception as error:  # its own affair: the others go on
@@ -292,10 +298,16 @@ class Engine:
             if request.failure is not None:
                 self.pool.withdraw(request.blocks)
                 self._fail(request)
-            elif chunk.completes:
-                produced.append((request, token))
-                if request.append(token, now):
-                    self.end(request)
+            elif request.drafting:
+                if chunk.completes and self.scheduler.draft(request, token):
+                    produced.append((request, token))
+            else:
+                final, next_token = settle(chunk, token, now)
+                produced += [(request, draft) for draft in final]
+                if next_token is not None:
+                    produced.append((request, next_token))
+                    if request.append(next_token, now):
+                        self.end(request)
         return produced
 
     def advance(self) -> None:

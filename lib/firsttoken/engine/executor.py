@@ -40,11 +40,12 @@ class SwapIn(Protocol):
 
 class Version(Protocol):
     """A model as it is now, which requests compute with. ``key`` tells it from every other, ``stage`` (0: it has none)
-    says how far it has grown, and ``depth`` how many layers it has."""
+    says how far it has grown, ``depth`` how many layers it has, and ``whole`` that it verifies what others draft."""
 
     key: int | str
     stage: int
     depth: int
+    whole: bool
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
         """Return what ``request``, which computes with this version, has to compute again through ``layers`` when it

@@ -232,8 +232,8 @@ class LiveExecutor:
         """Return the next token, by request, of each chunk of ``step``; it means nothing where that does not
         complete."""
         chunks, logits = step.chunks, version.decoder.logits(step)
+        read_prompts(logits[len(chunks) :], chunks)  # first: behind a draft that does not stay nothing is said
         tokens = next_tokens(logits[: len(chunks)], chunks)
-        read_prompts(logits[len(chunks) :], chunks)
         return {chunk.request.number: token for chunk, token in zip(chunks, tokens, strict=True)}
 
     def plan(self, version: ModelVersion, chunks: Sequence[ScheduledChunk]) -> StepPlan:

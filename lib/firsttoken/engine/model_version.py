@@ -20,8 +20,10 @@ class ModelVersion:
 
     A variant has the weights of its ``base``, and an adapter: a step may take requests of both. ``key`` tells it from
     every other version: keys and values are shared only under one key. ``attend`` is how its attention is computed,
-    None as the executor's.
+    None as the executor's. It is ``whole`` unless better versions are to come.
     """
+
+    whole = True
 
     _keys: ClassVar[count] = count()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from firsttoken.study.errors import RequestError
 
@@ -138,7 +138,17 @@ class ScheduledChunk(NamedTuple):
         request = self.request
         if not request.sampling.prompt_logprobs or self.redo is not None:
             return range(0)
+        if request.drafting:
+            return range(0)
         return range(max(self.start, len(request.prompt_logprobs)), min(self.end, request.prompt_tokens - 1))
+
+    @property
+    def draft_positions(self) -> range:
+        """The places behind which drafts stand that the whole model verifies in the step."""
+        request, count = self.request, len(self.request.tokens)
+        if request.drafting:
+            return range(0)
+        return range(max(self.start, count - request.draft_count - 1), min(self.end, count - 1))
 
     @property
     def token_spans(self) -> list[TokenSpan]:
@@ -175,12 +185,14 @@ def shapes(chunks: Sequence[ScheduledChunk]) -> tuple[tuple[tuple[int, int], ...
 
 
 class Phase(StrEnum):
-    """The state of a request. A restoring one has its blocks again, but its keys and values are still on the way."""
+    """The state of a request. A restoring one has its blocks again, but its keys and values are still on the way. Of a
+    drafted one all is said that a stage may say, and it has no blocks until the whole model is there."""
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
     RESTORING = "restoring"
+    DRAFTED = "drafted"
     FINISHED = "finished"
 
 
@@ -196,7 +208,9 @@ class Sampling:
     before. Requests share blocks of equal beginnings with those of the same ``cache_salt`` alone: how soon one is
     answered tells nobody else what it asked. ``top_k`` and ``min_p`` are as in :func:`firsttoken.engine.draws.draw`,
     ``logit_bias`` (token id, what is added to its logit) and the penalties as in
-    :func:`firsttoken.engine.draws.choose`.
+    :func:`firsttoken.engine.draws.choose`. With ``verify`` what a stage of a growing model says is a draft. Of a draw
+    the whole model keeps, by "equal", what it would draw with the same random number, so that a seed gives one text;
+    by "distribution" more, and the text is distributed as its own.
     """
 
     max_tokens: int = 16
@@ -215,6 +229,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    verify: Literal["equal", "distribution"] | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -291,6 +306,9 @@ class Request:
         self.token_logprobs: list[TokenLogprob] = []  # of the output, where they were asked for
         self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt from its second token on
         self.preemptions = 0
+        self.draft_count = 0  # of its last tokens, which a stage has drafted
+        self.draft_shares: list[np.ndarray] = []  # [vocabulary] that each was drawn from, where the rule weighs them
+        self.correction: tuple[int, int] | None = None  # the first draft that does not stay, and what stands there
         self.failure: Exception | None = None  # why it ended early, where it was not the client's wish
         self._generator: np.random.Generator | None = None
 
@@ -319,6 +337,11 @@ class Request:
         """The share of the model's layers that its next tokens go through: less than 1 where some are redone."""
         some = self.redo is not None and self.version is not None
         return len(self.redo.layers) / self.version.depth if some else 1.0
+
+    @property
+    def drafting(self) -> bool:
+        """Return whether its next token is a draft, as it computes with a stage and is to be verified."""
+        return self.sampling.verify is not None and self.version is not None and not self.version.whole
 
     @property
     def decoding(self) -> bool:
@@ -354,7 +377,7 @@ class Request:
     @property
     def generator(self) -> np.random.Generator:
         """The source of this request's draws, made on first use: behind those of the output that it has by then."""
-        if self._generator is None:
+        if self._generator is None or self.sampling.verify == "equal":  # drafts may have been taken back
             self._generator = self.sampling.numbers(len(self.output))
         return self._generator
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from firsttoken.engine.accelerator import accelerator
-from firsttoken.engine.draws import choose
+from firsttoken.engine.draws import accept_draft, choose, token_shares
 from firsttoken.engine.request import MIN_LOGPROB, ScheduledChunk, TokenLogprob
 from firsttoken.study.errors import OutputError
 
@@ -30,8 +30,9 @@ def no_number() -> OutputError:
 
 
 def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None:
-    """Note the chances of prompts' tokens; ``logits`` [rows, vocabulary] are those of their ``logprob_positions`` in
-    turn. A request that has one which is no finite number has a ``failure``."""
+    """Note the chances of prompts' tokens, and verify drafts; ``logits`` [rows, vocabulary] are those of their
+    ``logprob_positions`` and ``draft_positions`` in turn. A request that has one which is no finite number has a
+    ``failure``."""
     largest, row = logits.max(-1).values.tolist() if len(logits) else [], 0
     for chunk in chunks:
         request = chunk.request
@@ -41,6 +42,34 @@ def read_prompts(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> None
                 request.failure = no_number()
             request.prompt_logprobs.append(token_logprob(logits[row], request.tokens[position + 1], most))
             row += 1
+        request.correction = None  # of a step that failed
+        row = _verify(logits, largest, row, chunk)
+
+
+def _verify(logits: torch.Tensor, largest: Sequence[float], row: int, chunk: ScheduledChunk) -> int:
+    """Note as the request's ``correction`` the first draft of ``chunk`` that the whole model would not have said, by
+    ``logits`` [rows, vocabulary] from ``row`` on; return the row behind them."""
+    request, sampling, positions = chunk.request, chunk.request.sampling, chunk.draft_positions
+    first = len(request.tokens) - request.draft_count
+    for offset, position in enumerate(positions, start=row):
+        draft, tokens = request.tokens[position + 1], request.tokens[: position + 1]
+        generated = len(tokens) - request.prompt_tokens
+        if not math.isfinite(largest[offset]):
+            request.failure = no_number()
+            break
+        values = logits[offset].double().cpu().numpy()
+        if request.draft_shares:
+            shares = token_shares(values, sampling, tokens, sampling.drawn + generated)
+            token = accept_draft(draft, request.draft_shares[position + 1 - first], shares, request.generator)
+        else:
+            token = choose(values, sampling, tokens, sampling.drawn + generated, sampling.numbers(generated))
+        if sampling.logprobs is not None:
+            likelihood = token_logprob(logits[offset], token, sampling.logprobs)
+            request.token_logprobs[generated:] = [likelihood]  # and not behind those of a step that failed
+        if token != draft:
+            request.correction = position + 1, token
+            break
+    return row + len(positions)
 
 
 def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[int]:
@@ -52,7 +81,7 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
     tokens, largest = (ids_and_maxima.tolist() for ids_and_maxima in accelerator().argmax(logits))
     for row, chunk in enumerate(chunks):
         request, sampling = chunk.request, chunk.request.sampling
-        if not chunk.completes:
+        if not chunk.completes or request.correction is not None:
             continue
         if not math.isfinite(largest[row]):
             request.failure = no_number()
@@ -60,7 +89,10 @@ def next_tokens(logits: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> list[
         if sampling.temperature > 0 or sampling.adjusts:
             values, generated = logits[row].double().cpu().numpy(), len(request.tokens) - request.prompt_tokens
             tokens[row] = choose(values, sampling, request.tokens, sampling.drawn + generated, request.generator)
-        if sampling.logprobs is not None:
+            if request.drafting and sampling.temperature > 0 and sampling.verify == "distribution":
+                shares = token_shares(values, sampling, request.tokens, sampling.drawn + generated)
+                request.draft_shares[request.draft_count :] = [shares.astype("float32")]
+        if sampling.logprobs is not None and not request.drafting:
             request.token_logprobs.append(token_logprob(logits[row], tokens[row], sampling.logprobs))
     return tokens
 

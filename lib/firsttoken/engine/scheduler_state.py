@@ -48,23 +48,26 @@ def victim_named(victim: str | Victim) -> Victim:
     return VICTIMS[victim] if isinstance(victim, str) else victim
 
 
-# Where requests stand: four queues, one a phase.
+# Where requests stand: five queues, one a phase.
 
 
 class Queues:
     """``waiting`` (new, or to be recomputed; those go first), ``running`` and ``restoring`` (they have blocks),
-    ``swapped``. Only here does a request's phase change: it is the queue that it stands in."""
+    ``swapped``, ``drafted`` (they wait for another version). Only here does a request's phase change: it is the queue
+    that it stands in."""
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.restoring: list[Request] = []
         self.swapped: list[Request] = []
+        self.drafted: list[Request] = []
         self._queues: dict[Phase, deque[Request] | list[Request]] = {
             Phase.WAITING: self.waiting,
             Phase.RUNNING: self.running,
             Phase.RESTORING: self.restoring,
             Phase.SWAPPED: self.swapped,
+            Phase.DRAFTED: self.drafted,
         }
 
     @property

@@ -29,7 +29,7 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     ids: Tensor  # [1, tokens]
     positions: Tensor  # [1, tokens]
-    last: Tensor  # [chunks, and more]: the row of each chunk's last token, then those of prompts to be judged
+    last: Tensor  # [chunks, and more]: each chunk's last token, then prompts and drafts to be judged
     paged: Attend
     layers: range
     hidden: Tensor | None = None
@@ -57,7 +57,8 @@ class StepPlan:
         size = pool.shape.block_tokens
         for chunk in batch:
             request, new = chunk.request, range(chunk.start, chunk.end)
-            judged += [len(ids) + position - chunk.start for position in chunk.logprob_positions]
+            for positions_judged in (chunk.logprob_positions, chunk.draft_positions):
+                judged += [len(ids) + position - chunk.start for position in positions_judged]
             ids += request.tokens[chunk.start : chunk.end]
             positions += new
             blocks += [request.blocks[position // size] for position in new]

@@ -27,12 +27,14 @@ class TokenSink(Protocol):
 @dataclass(frozen=True)
 class TokenEvent:
     """A generated token, the stage that computed it (0 if the model has no stages), when it came (``time.monotonic``
-    seconds), and its likelihood if that was asked for."""
+    seconds), and its likelihood if that was asked for. A ``draft`` is not part of the answer: the whole model's tokens
+    come behind all of them, from the answer's first on."""
 
     token_id: int
     stage: int
     at_s: float
     token_logprob: TokenLogprob | None = None
+    draft: bool = False
 
 
 class Stream:

@@ -106,10 +106,12 @@ class NumpyAnswers:
             return None if self._ended else self._next()
 
     def _next(self) -> tuple[Stream, Submission] | None:
-        """The first request of the model itself without logprobs, and its stream; the caller holds the lock."""
+        """The first request of the model itself without logprobs and drafts, and its stream; the caller holds the
+        lock."""
         for stream, submission in self._waiting.items():
             _, sampling, _, variant, _ = submission
-            if not (sampling.prompt_logprobs or variant) and sampling.logprobs is None:
+            plain = sampling.logprobs is None and sampling.verify is None
+            if plain and not (sampling.prompt_logprobs or variant):
                 return stream, submission
         return None
 

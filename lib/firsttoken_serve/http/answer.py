@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from firsttoken.engine.model_server import ModelServer
 from firsttoken.engine.request import Sampling
@@ -103,7 +103,7 @@ class Answers:
                 if item is None:
                     deltas += choice.end()
                 else:
-                    if not choice.prompt_only:
+                    if not (choice.prompt_only or item.draft):
                         self._observe_token(choice, item.at_s)
                     deltas += choice.push(item)
                 if choice.finished:
@@ -149,6 +149,7 @@ class Answers:
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
+            verify=self._rule,
         )
         session = self._server.submit(
             ids, sampling, request.upgrade, events=self._inbox.slot(number), variant=self._variant
@@ -158,12 +159,20 @@ class Answers:
             "echo": echo,
             "logprobs": top_count is not None,
             "prompt_only": request.most_new == 0,
+            "provisional": bool(request.provisional),
         }
         self._choices.append(
             AnswerChoice(number, self._vocabulary, ids, session, stop_ids=stop_ids, stops=request.stop, **scoring)
         )
         if self._closed:
             session.cancel()
+
+    @property
+    def _rule(self) -> Literal["equal", "distribution"] | None:
+        """The rule by which drafts stay: a seed promises one text, however much of it was drafted."""
+        if self.request.provisional is None:
+            return None
+        return "distribution" if self.request.seed is None else "equal"
 
     def _prompts(self) -> list[tuple[list[int], str]]:
         """The ids of each prompt, and its text where it is to be said first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from tokenizers import Tokenizer
@@ -117,7 +118,8 @@ class TextDelta:
     """The addition of one token to ``choice``: ``text``, perhaps "", and the ``stage`` that computed it.
 
     The last piece stands for no token: it brings the text that was held back, and ``finish_reason``. ``logprobs`` are
-    the likelihoods of tokens whose text has begun by now, None where there are none.
+    the likelihoods of tokens whose text has begun by now, None where there are none. ``draft`` is provisional text, and
+    ``retract`` how many of its last characters are not to come: both before ``text``.
     """
 
     choice: int
@@ -125,6 +127,8 @@ class TextDelta:
     stage: int
     finish_reason: Literal["stop", "length"] | None = None
     logprobs: Sequence[AnswerToken] | None = None
+    draft: str = ""
+    retract: int = 0
 
 
 class AnswerChoice:
@@ -133,6 +137,7 @@ class AnswerChoice:
     A token of ``stop_ids`` or a text of ``stops`` behind its first ``min_tokens`` tokens ends it. With ``echo`` that
     text comes first. With ``logprobs`` the likelihood of each token comes along, once some of its text has been said.
     Where the ``prompt_only`` is scored, the choice ends at the first token, which the engine cannot do without.
+    ``provisional`` text comes of drafts up to a stop, less what of it the answer has said since.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class AnswerChoice:
         echo: str = "",
         logprobs: bool = False,
         prompt_only: bool = False,
+        provisional: bool = False,
     ) -> None:
         self.index, self.session = index, session
         self.tokens, self.finished, self.prompt_only = 0, False, prompt_only
@@ -158,11 +164,15 @@ class AnswerChoice:
         self._offsets = offsets_after(vocabulary.spelling, prompt_ids, len(echo))
         self._waiting: list[AnswerToken] = []  # whose text has not been said yet
         self._stage, self._shown = 0, 0  # characters
+        self._drafts = TextStream(vocabulary.tokenizer, prompt_ids) if provisional else None
+        self._draft_stops, self._provisional = stop_filter(vocabulary.spelling, stops)[0], ""
 
     def push(self, event: TokenEvent) -> list[TextDelta]:
         """The pieces that a token adds: its own, what comes before the first, and the last where it ends the answer."""
         deltas = []
         self._stage = event.stage
+        if event.draft:
+            return self._drafted(event.token_id)
         if not self._begun and self._echo:
             self._waiting += self._prompt_logprobs() if self._logprobs else ()
             deltas.append(self._delta(self._echo))
@@ -184,6 +194,20 @@ class AnswerChoice:
         if self._stops.stopped:
             deltas.append(self._last("stop"))
         return deltas
+
+    def _drafted(self, token_id: int) -> list[TextDelta]:
+        text = "" if self._drafts is None else self._draft_stops.push(self._drafts.push(token_id))
+        self._provisional += text
+        return [TextDelta(self.index, "", self._stage, draft=text)] if text else []
+
+    def _retracted(self, text: str, ended: bool) -> int:
+        """Return how many characters of what is provisional do not come now that the answer goes on with ``text``."""
+        pairs = zip(self._provisional, text, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        stays = common == len(text) and not ended
+        retract = 0 if stays else len(self._provisional) - common
+        self._provisional = self._provisional[common:] if stays else ""
+        return retract
 
     def end(self) -> list[TextDelta]:
         """End the choice, as the engine has no more tokens; return its last piece, if it is not out yet."""
@@ -210,7 +234,8 @@ class AnswerChoice:
                 (n for n, token in enumerate(self._waiting) if token.offset >= self._shown), len(self._waiting)
             )
             ready, self._waiting = self._waiting[:count], self._waiting[count:]
-        return TextDelta(self.index, text, self._stage, reason, ready if ready else None)
+        retract = self._retracted(text, reason is not None) if self._provisional else 0
+        return TextDelta(self.index, text, self._stage, reason, ready if ready else None, retract=retract)
 
     def _prompt_logprobs(self) -> list[AnswerToken]:
         request: Request = self.session.request

@@ -1,7 +1,7 @@
 """What OpenAI's /v1/completions and /v1/chat/completions ask for, as far as this engine answers it.
 
-An addition of ours: ``upgrade`` lets an answer move to a better stage when one arrives. What would change the answer
-and is not served is refused, never ignored.
+Additions of ours: ``upgrade`` lets an answer move to a better stage when one arrives, and with ``provisional`` it holds
+the whole model's tokens only. What would change the answer and is not served is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class ServedRequest:
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
     With ``ignore_eos`` no token ends an answer but those of ``stop_token_ids``, and before it has ``min_tokens`` none
     does, and no text. Prompts share what was computed of equal beginnings with those of the same ``cache_salt`` only.
+    With ``provisional``, whatever its value, what a stage says is a draft that the whole model verifies; drafts are
+    sent where it is true.
     """
 
     neutral: ClassVar[Table]
@@ -157,6 +159,7 @@ class ServedRequest:
     )
     stop_token_ids: Annotated[list[int], _at_most(MOST_STOPS)] = field(default_factory=list)
     upgrade: bool = False
+    provisional: bool | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, at_least(0)] = 0
     cache_salt: Annotated[str, _a_text, _at_most(MOST_SALT_CHARS)] = ""
@@ -185,6 +188,8 @@ class ServedRequest:
         """Raises RequestError for fields of which one does not go with another."""
         if self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options: it is for streams; set stream to true, or leave it out")
+        if self.provisional and not self.stream:
+            raise RequestError("provisional: drafts are for streams; set stream to true, or provisional to false")
         if self.most_new is not None and self.min_tokens > self.most_new:
             raise RequestError(f"min_tokens: {self.min_tokens} are more than the most that is asked for; ask for more")
 
@@ -230,6 +235,8 @@ class CompletionRequest(ServedRequest):
     def check(self) -> None:
         """Raises RequestError for fields of which one does not go with another, such as max_tokens 0 without echo."""
         super().check()
+        if self.provisional and self.echo:
+            raise RequestError("provisional: no drafts stand behind an echo; leave echo out, or set it to false")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens: 0 scores a prompt, which is echoed; set echo to true, or ask for 1")
 

@@ -1,6 +1,7 @@
 """The bodies that OpenAI's clients read: answers, chunks of answers, numbers of tokens, likelihoods.
 
-An addition of ours: ``stage`` is the one that computed the last of the tokens in hand.
+Additions of ours: ``stage`` is the one that computed the last of the tokens in hand, and a choice of a stream may have
+``provisional`` text, or the number of characters to retract from the end of it before the choice's own text.
 """
 
 from __future__ import annotations

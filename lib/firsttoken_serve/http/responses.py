@@ -113,6 +113,8 @@ class StreamedAnswer(Response):
                 if opening := self._reply.role_delta(delta.choice):
                     events.append(self._event(opening, delta.stage))
             choice = self._reply.delta(delta.choice, delta.text, delta.finish_reason, delta.logprobs)
+            if delta.draft or delta.retract:
+                choice["provisional"] = {"retract": delta.retract} if delta.retract else {"text": delta.draft}
             events.append(self._event(choice, delta.stage))
         return b"".join(events)
 

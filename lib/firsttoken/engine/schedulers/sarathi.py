@@ -281,8 +281,9 @@ class Deadline(AdaptiveBudget):
         return request.arrival_s + self.config.ttft_s + self.config.tbt_s * len(request.times_s)
 
     def _decode_due(self, request: Request) -> float:
-        """Return the time at which the next token of ``request``, which has one, is due."""
-        return max(self._due(request), request.times_s[-1] + self.config.tbt_s)
+        """Return the time at which the next token of ``request``, which has one or a draft, is due."""
+        last_s = request.times_s[-1] if request.times_s else request.arrival_s
+        return max(self._due(request), last_s + self.config.tbt_s)
 
 
 _OF_THE_PAPER = (RequestLevel, IterationLevel, PrefillFirst, Sarathi, ChunkedOnly, HybridOnly)

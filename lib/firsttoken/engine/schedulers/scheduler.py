@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
+from firsttoken.engine.drafts import take_draft
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
 from firsttoken.engine.request import KVSource, Phase, Request, ScheduledChunk
@@ -267,7 +268,9 @@ class Scheduler(Queues, ABC):
             self._forget(request)
             request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
         again = bool(layers) and (request.cached > 0 or request.redo is not None)
-        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None  # or in blocks that others read too
+        # in host memory, in blocks that others read too, or of a draft, which is verified from its first token on
+        verified = request.sampling.verify is not None and version.whole
+        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None or verified
         redo = request.version.redo(request, layers) if again and not elsewhere else request.redo
         version.adopt(request)
         if not again:
@@ -275,6 +278,8 @@ class Scheduler(Queues, ABC):
                 self.prefixes.stop_sharing(request)
             if request.phase is Phase.RESTORING and request.host is None:
                 self.move_to(request, Phase.RUNNING)
+            elif request.phase is Phase.DRAFTED:
+                self.requeue_first(request)
         else:
             self.preemptor.move(request)
             if elsewhere:
@@ -284,6 +289,16 @@ class Scheduler(Queues, ABC):
             else:
                 self.move_to(request, Phase.RUNNING)
         request.switch_to(version, None if again and elsewhere else redo)
+
+    def draft(self, request: Request, token: int) -> bool:
+        """Take ``token`` as a draft of ``request``; where it is none, the request waits without blocks for the whole
+        model."""
+        if take_draft(request, token):
+            return True
+        self._release(request)
+        self._forget(request)
+        self.move_to(request, Phase.DRAFTED)
+        return False
 
     def withdraw(self) -> None:
         """Undo a step that failed: what it was to write is not there, and nobody may find it. A request that has it

@@ -150,7 +150,9 @@ class StagedServer(LoadingServer):
     def _view(self, modules: StageView) -> StagedModelVersion:
         from firsttoken.progressiveserve.staged_serving.stage_versions import StagedModelVersion
 
-        return StagedModelVersion(self._loader.meta_model.model, modules, self._policy)
+        version = StagedModelVersion(self._loader.meta_model.model, modules, self._policy)
+        version.whole = modules.stage == (self._stages if self._recover else self._first)
+        return version
 
     def _variants(self) -> Mapping[str, ModelVersion]:
         """The variants, by name, that serve with what was made last: none."""

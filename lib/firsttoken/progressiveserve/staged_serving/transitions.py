@@ -4,6 +4,8 @@ I9).
 Keys and values of earlier tokens were computed by the pruned model: new layers have none of them, and those of every
 layer above a new one, or under another adapter, are no longer what the better model would have computed. A policy says
 which layers a request computes again; the engine does it, under the budgets of its steps, beside everybody else.
+A request that is to be verified (``firsttoken.engine.drafts``) moves so up to the last stage, which holds all that was
+drafted to what it would have said itself.
 """
 
 from __future__ import annotations
