@@ -146,7 +146,7 @@ class ScheduledChunk(NamedTuple):
     def draft_positions(self) -> range:
         """The places behind which drafts stand that the whole model verifies in the step."""
         request, count = self.request, len(self.request.tokens)
-        if request.drafting:
+        if request.sampling.verify is None or request.drafting:  # rows of a swarm's server have nothing but a sampling
             return range(0)
         return range(max(self.start, count - request.draft_count - 1), min(self.end, count - 1))
 
