@@ -174,7 +174,12 @@ def test_a_model_brings_the_settings_of_its_depth_and_what_is_set_by_hand_comes_
     quick, other = load_profile("quick").sections, {"model": "qwen2.5-coder-0.5b", "distance.block": 4}
     changed = load_profile("quick", **other).sections
     assert (quick["distance"]["block"], changed["distance"]["block"]) == (8, 4)
-    assert changed["served"] == quick["served"] | {"block_size": 6, "task_adapter": "", "adapters": other["model"]}
+    assert changed["served"] == quick["served"] | {
+        "block_start": 8,
+        "block_size": 6,
+        "task_adapter": "",
+        "adapters": other["model"],
+    }
     assert load_profile("quick", model="random:tiny").sections == quick
     every = load_profile("full").sections
     for model, sections in read_yaml(paths.ENV / "models.yaml").items():

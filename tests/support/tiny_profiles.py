@@ -21,7 +21,16 @@ COUNTS |= {"stories", "watch_questions", "watch_windows", "search_windows", "ste
 AGAIN = {"rounds", "few_rounds", "repeats", "recomputes", "runs", "trials", "draws", "seeds", "copy_mib", "disk_mib"}
 AGAIN |= {"starts", "few_starts", "together_times"}
 STEPS = {"healing_steps", "tuning_steps"}  # one for each model
-FIXED = {"resamples": 20, "matmul_n": 64, "duration_s": 0.6, "sample_s": 0.05, "preemptions": 10, "short": 4, "long": 4}
+FIXED = {
+    "only_whole": False,  # no passage fits into so few tokens
+    "resamples": 20,
+    "matmul_n": 64,
+    "duration_s": 0.6,
+    "sample_s": 0.05,
+    "preemptions": 10,
+    "short": 4,
+    "long": 4,
+}
 LAYERS = {"distance": {"max_block", "block"}, "served": {"block_start", "block_size"}, "shapes": {"blocks"}}
 LAYERS |= {"one_engine": {"block_start", "block_end", "group_start", "group_end"}}
 LAYERS |= {"agents": {"group_start", "group_end"}}

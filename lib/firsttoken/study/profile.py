@@ -108,9 +108,8 @@ def load_profile(name: str, /, **overrides: Any) -> Profile:
         content = _completed(_read(name))
     settings = {key: value for key, value in content.items() if not isinstance(value, dict)}
     sections = {key: dict(value) for key, value in content.items() if isinstance(value, dict)}
-    for section, changes in _of_model(str(overrides.get("model", settings.get("model")))).items():
-        if section in sections:
-            sections[section] |= changes
+    if "model" in overrides:
+        _settle(sections, str(overrides["model"]))
     for key, value in overrides.items():
         section, dot, option = key.partition(".")
         if dot and section not in sections:
@@ -141,13 +140,15 @@ def _read(profile: str) -> dict[str, Any]:
     return sections | content
 
 
-def _of_model(model: str) -> dict[str, dict[str, Any]]:
-    """Return the sections that ``env/models.yaml`` changes for ``model``."""
+def _settle(sections: dict[str, Any], model: str) -> None:
+    """Change those of ``sections`` that ``env/models.yaml`` has for ``model``."""
     from firsttoken.study.parsing.yaml_text import read_yaml
 
     path = paths.ENV / "models.yaml"
     with errors_as(path.name, ProfileError, _MEND):
-        return parse_as(dict[str, dict[str, dict[str, Any]]], read_yaml(path)).get(model, {})
+        changes = parse_as(dict[str, dict[str, dict[str, Any]]], read_yaml(path)).get(model, {})
+    for name in changes.keys() & sections.keys():
+        sections[name] = sections[name] | changes[name]
 
 
 def _completed(content: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +161,8 @@ def _completed(content: dict[str, Any]) -> dict[str, Any]:
     base = _read(like)
     if "like" in base:
         raise ParseError(f"like: {like} must hold every setting itself")
+    if "model" in content:
+        _settle(base, str(content["model"]))
     return base | content
 
 

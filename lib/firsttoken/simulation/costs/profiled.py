@@ -238,9 +238,9 @@ class ProfiledCosts(Costs):
         dense = _by_layer(tables / "dense.csv", "tokens")
         heads = _by_layer(tables / "per_sequence.csv", "sequences")
         if differing := dense.keys() - _KNOWN | _LAYER - dense.keys():
-            which = "is not known" if min(differing) in dense else "lacks"
+            name, which = min(differing), "is not known" if min(differing) in dense else "lacks"
             raise CorpusError(
-                f"{tables / 'dense.csv'}: {min(differing)} {which}; take a profile of a dense model of full attention"
+                f"{tables / 'dense.csv'}: {name[:40]} {which}; take a profile of a dense model of full attention"
             )
         axes, grid = attention_grid(tables / "attention.csv")
         per_pass = sum(_line(dense[name], MOST_TOKENS) for name in sorted(ONCE & dense.keys()))
