@@ -93,6 +93,17 @@ def swarm(place) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def staged_swarm(place) -> Iterator[str]:
+    """A server of all blocks of the model in stages: a service takes a server of its own folder only."""
+    from swarms import Here, servers_imported
+
+    with servers_imported():
+        here = Here(place / "stages" / "model")
+        yield here.serve((0, 6))[0].record.address
+        here.close()
+
+
+@pytest.fixture(scope="module")
 def arguments(place, request: pytest.FixtureRequest):
     """The options of a pair as a user writes them, beside those that make its case one."""
 
@@ -106,7 +117,7 @@ def arguments(place, request: pytest.FixtureRequest):
             "--prefix-store": lambda: [str(place / "store")],
             "--replicas": lambda: ["2"],
             "--scheduler": lambda: ["prefill_first"],
-            "--swarm": lambda: [request.getfixturevalue("swarm")],
+            "--swarm": lambda: [request.getfixturevalue("staged_swarm" if STAGES in options else "swarm")],
             "--variant": lambda: [f"qa={place / 'qa'}"],
         }
         for option in options:
