@@ -248,6 +248,17 @@ def test_too_few_observations_disagree_by_direction_alone(capsys):
         assert (f"({claim.id})" in capsys.readouterr().out) is disagrees
 
 
+def test_a_record_disagrees_on_no_claim_that_its_profile_does_not_answer(capsys):
+    recorded = load_result("eight_bits", "full", machine="any")
+    for name, profile, disagrees in (("petals.served-decode", "tasks", False), ("petals.overhead", "full", True)):
+        claim = next(claim for claim in ledger.claims() if claim.id == name)
+        assert not claim.profiles or profile in claim.profiles
+        summary = copy.deepcopy(recorded.summary)
+        summary.of(claim.measure, **claim.where).update(value=90.0, low=89.0, high=91.0)
+        ledger.beside(replace(recorded, profile="quick", summary=summary), recorded)
+        assert (f"({name})" in capsys.readouterr().out) is disagrees
+
+
 def test_every_claim_names_a_notebook_that_exists():
     numbers = {path.name[:2] for path in NOTEBOOKS}
     assert {claim.notebook for claim in load_claims(paths.STUDIES, EXPERIMENTS)} <= numbers

@@ -134,6 +134,8 @@ def _disagreements(now: Result, other: Result, whose: str) -> Iterable[str]:
     for claim in _standing(_state())[0].values():
         if claim.experiment != now.experiment:
             continue
+        if claim.profiles and other.profile in RECORDED_UNDER and other.profile not in claim.profiles:
+            continue  # that record answers another claim: of another model, or other questions
         own_judgement, theirs = judge(claim, now), judge(claim, other)
         if Verdict.NOT_RUN not in (own_judgement.verdict, theirs.verdict) and _differ(
             own_judgement, theirs, now, other
