@@ -121,10 +121,11 @@ class TrainingState:
         with safe_open(self.path, "pt") as file:
             for name in {*file.keys()} - {"random"}:
                 index, _, moment = name.partition(".")
+                weight, value = weights[int(index)], file.get_tensor(name)
                 if moment == "weight":
-                    weights[int(index)].copy_(file.get_tensor(name))
-                else:
-                    optimizer.state[weights[int(index)]][moment] = file.get_tensor(name)
+                    weight.copy_(value)
+                else:  # AdamW counts its steps on the CPU, wherever the weights are
+                    optimizer.state[weight][moment] = value if moment == "step" else value.to(weight.device)
             torch.set_rng_state(file.get_tensor("random"))
             return Curve(json.loads(file.metadata()["rows"]), float(file.metadata()["duration_s"]))
 
