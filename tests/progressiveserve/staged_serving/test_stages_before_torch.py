@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -101,13 +102,13 @@ def test_who_began_with_the_kernels_ends_with_them(wide, serve, torch_comes, acc
     """Where oneDNN multiplies, as with AMX: with what numpy says of the first stage; later stages are oneDNN's."""
     accelerated("onednn")
     staged = wide(dtype=torch.bfloat16)
-    weights = StageWeights(staged.folder, [Link()])
-    model = NumpyModel(weights, context=600)
-    if dtypes.serving(dtypes.AUTO, torch.bfloat16, "cpu") != torch.bfloat16 or weights.packer.dtype != "bfloat16":
-        pytest.skip("this CPU does not compute in bf16")
-    wanted = [model.next_token(PROMPT)]
-    while len(wanted) < 400:
-        wanted.append(model.next_token(wanted[-1:]))
+    with closing(StageWeights(staged.folder, [Link()])) as weights:  # closed where the test is skipped, too
+        if dtypes.serving(dtypes.AUTO, torch.bfloat16, "cpu") != torch.bfloat16 or weights.packer.dtype != "bfloat16":
+            pytest.skip("this CPU does not compute in bf16")
+        model = NumpyModel(weights, context=600)
+        wanted = [model.next_token(PROMPT)]
+        while len(wanted) < 400:
+            wanted.append(model.next_token(wanted[-1:]))
     server = serve(staged, early=True)
     stays = server.submit(PROMPT, 400)
     said = [first_event(stays).token_id for _ in range(3)]
