@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from firsttoken.progressiveserve.base_model import load_served
 from firsttoken.progressiveserve.recipe import RECIPES, REPORT
 from firsttoken.study import paths
+from firsttoken.study.errors import ProfileError
 from firsttoken_studies.nb12_staged_healing.ablations import (
     AblationConfig,
     control_blocks,
@@ -40,3 +43,15 @@ def test_controls_run_and_keep_their_adapters_in_the_cache(paper, monkeypatch):
     assert {"control-chosen", "control-one_shot", "control-full", "control-random"} <= kept
     assert healing_controls(paper).rows == outcome.rows
     assert outcome.provenance["blocks"]["chosen"] == [2, 3, 4]
+
+
+def test_a_control_that_nobody_asks_for_is_not_trained(paper, monkeypatch):
+    monkeypatch.setitem(RECIPES, "report", dataclasses.replace(REPORT, accumulate=2))
+    controls = {**paper.sections["controls"], "variants": ["full"]}
+    outcome = healing_controls(dataclasses.replace(paper, sections={**paper.sections, "controls": controls}))
+    recipe = paper.section("controls", AblationConfig).recipe
+    assert list(dict.fromkeys(row["variant"] for row in outcome.rows)) == ["s0", f"full_{recipe}"]
+    assert outcome.provenance["blocks"] == {}
+    controls["variants"] = ["half"]
+    with pytest.raises(ProfileError, match="no control is called 'half'; known: chosen, one_shot, full"):
+        dataclasses.replace(paper, sections={"controls": controls}).section("controls", AblationConfig)

@@ -19,6 +19,7 @@ from firsttoken.progressiveserve.recipe import RECIPES, Recipe
 from firsttoken.progressiveserve.stage_adapters import load_adapter
 from firsttoken.progressiveserve.training import HealingConfig, healed, present_without
 from firsttoken.study import paths
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.summary import Summary
 from firsttoken_studies.record.results import Outcome, Rows
@@ -29,13 +30,18 @@ CONTROLS = ("chosen", "one_shot", "full", "random", "drop4", "drop6")
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """Every control is healed by ``recipe`` for ``steps`` steps, "one_shot" for twice as many."""
+    """Each of ``variants`` is healed by ``recipe`` for ``steps`` steps, "one_shot" for twice as many."""
 
     recipe: str
     steps: int
     items: int
     windows: int
     calibration_passages: int
+    variants: tuple[str, ...] = CONTROLS
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.variants if name not in CONTROLS]:
+            raise ProfileError(f"controls.variants: no control is called {unknown[0]!r}; known: {', '.join(CONTROLS)}")
 
     def sizes(self, quality: QualityConfig) -> QualityConfig:
         """Return the sizes of a control's questions: fewer than a stage's, by the task that judges one."""
@@ -48,7 +54,7 @@ class AblationConfig:
 
 
 def healing_controls(profile: Profile) -> Outcome:
-    """Six trained controls and their unhealed counterparts on the test items.
+    """Trained controls and their unhealed counterparts on the test items.
 
     "chosen" is the block that the distances chose; "random" a block of the same size that starts anywhere else; "full"
     the whole model trained further; "one_shot" the chosen block healed once with the steps of both stages, never to
@@ -69,6 +75,7 @@ def healing_controls(profile: Profile) -> Outcome:
     runs: list[tuple[str, tuple[int, ...], Recipe]] = [(name, block, recipe) for name, block in blocks.items()]
     runs.insert(1, ("one_shot", blocks["chosen"], twice))
     runs.insert(2, ("full", (), recipe))
+    runs = [run for run in runs if run[0] in config.variants]
     evaluation, teacher = Evaluation(sizes, served.tokenizer), Teacher(served.model)
     rows = evaluation.rows("s0", served.model)
     folder = paths.CACHE / "adapters" / served_config.folder.name
@@ -81,7 +88,8 @@ def healing_controls(profile: Profile) -> Outcome:
             peft = load_adapter(model, adapter, present_without(served.plan.depth, missing), served.sha256)
             rows += evaluation.rows(f"{name}_{wanted.name}", peft.get_base_model())
             peft.unload()
-    provenance = served.provenance | {"blocks": {name: list(block) for name, block in blocks.items()}}
+    removed = {name: list(block) for name, block in blocks.items() if name in config.variants}
+    provenance = served.provenance | {"blocks": removed}
     return Outcome(rows, provenance=provenance)
 
 
