@@ -38,6 +38,7 @@ ASKS_NOTHING = {
     "host_time",
     "mixture_error",
     "card_capacity",
+    "paper_capacity",
     "objective_sweep",
     "fixed_load",
     "reports_on_cards",

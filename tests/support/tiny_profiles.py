@@ -47,6 +47,11 @@ SMALL = {
         "cases": ["mistral-7b 1 a100-sxm 100", "yi-34b 2 a100-sxm 200"],
         "requests": 6,
     },
+    "paper_capacity": {
+        "cases": ["mistral-7b 1 a100-sxm 100 sarathi-2024", "yi-34b 2 a100-sxm 200 sarathi-2024"],
+        "lengths": "openchat-sharegpt4-fit",
+        "requests": 6,
+    },
     "objective_sweep": {
         "cases": ["mistral-7b 1 a100-sxm", "yi-34b 2 a100-sxm"],
         "bounds_ms": [100, 1000],

@@ -53,10 +53,9 @@ SHAPES = {
     "qwen3-32b": DenseShape(64, 5120, 25600, 64, 8, 128, 151936, head_norms=True, context=40960),
 }
 _MEND = "use a model whose layers are known"
-_QUANTISED = ("hf_quant_config.json", "quantize_config.json")
-"""Files of tools that say beside a config.json that its weights are quantised."""
+_QUANTISED = ("hf_quant_config.json", "quantize_config.json")  # they say so of the weights beside them
+# with these values a key of a mixture says that all layers have routed experts and no others
 _ABSENT: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "n_shared_experts": 0}
-"""Values with which a key of a mixture says that all layers have routed experts and no others."""
 
 
 def dense_shape(model: str) -> DenseShape:

@@ -29,8 +29,7 @@ class Objective:
 @dataclass(frozen=True)
 class ClientTimes:
     """The times between tokens, to the first token and to the first step that the clients of one run saw, in
-    seconds; and the share of the run in which requests came: of a burst it is small, and a rate that lasts has near
-    1."""
+    seconds; and the share of the run in which requests came, near 1 for a rate that lasts and small for a burst."""
 
     tbt_p99_s: float
     tbt_max_s: float

@@ -16,8 +16,7 @@ from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.study.errors import ProfileError
 
 PUBLISHED = "yi-34b-a100"
-SHARE = "-tp2"
-"""The end of the names of pinned profiles that are of one GPU's share."""
+SHARE = "-tp2"  # the end of the names of pinned profiles that are of one GPU's share
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from firsttoken.sarathi.capacity import STRICT, TIMES, ClientTimes, Objective, c
 from firsttoken.sarathi.policy import Policy, scheduler_labels
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.lengths import lengths, replayed, workload
+from firsttoken.simulation.stack import Stack
 from firsttoken.simulation.workload.traces import RequestTrace, load_trace
 from firsttoken.study.errors import CorpusError, ProfileError
 from firsttoken.study.profile import Profile
@@ -48,7 +49,8 @@ def search_capacity(
 @dataclass(frozen=True)
 class CapacityConfig:
     """``requests`` of ``lengths`` for each of ``seeds`` draws, at most ``batch`` at once. Where ``arrivals`` is the
-    file of a published trace, requests and the pattern of their arrivals are the trace's.
+    file of a published trace, requests and the pattern of their arrivals are the trace's. ``stack`` is the server
+    around the device, one of ``STACKS``.
 
     The search starts at ``start`` requests a second. The ``ablation`` schedulers serve ``rate`` requests a second.
     """
@@ -63,6 +65,7 @@ class CapacityConfig:
     ablation: tuple[str, ...]
     rate: float
     arrivals: str = ""
+    stack: str = "bare"
 
     def __post_init__(self) -> None:
         if min(self.requests, self.seeds, self.batch) < 1 or min(self.start, self.rate) <= 0:
@@ -82,8 +85,8 @@ class Bench:
     def __init__(
         self, config: CapacityConfig, hardware: Hardware, trace: RequestTrace | None = None, *, extended: bool = False
     ) -> None:
-        self.config, self.hardware = config, hardware
-        self.costs = hardware.read()
+        self.config, self.hardware, self.stack = config, hardware, Stack.named(config.stack)
+        self.costs = self.stack.around(hardware.read(), hardware.gpus)
         most = hardware.tokens if extended else hardware.longest
         self.trace = trace.up_to(most) if trace else None
         items = trace.items if trace else ()
@@ -118,13 +121,12 @@ class Bench:
         """
         trace = Trace()
         with policy.judged():
-            engine = Engine(
-                SimulatedExecutor(self.costs, self.hardware.blocks),
-                replace(
-                    policy.config(objective, self.config.batch), share_prefixes=bool(self.trace and self.trace.hashes)
-                ),
-                trace=trace,
+            settings = replace(
+                policy.config(objective, self.config.batch),
+                share_prefixes=bool(self.trace and self.trace.hashes),
+                prefill_tokens=self.stack.prompt_tokens,
             )
+            engine = Engine(SimulatedExecutor(self.costs, self.hardware.blocks), settings, trace=trace)
             return serve_items(engine, self.requests(seed, rate)), trace
 
     def serve(self, policy: Policy, objective: Objective, seed: int, rate: float) -> tuple[ClientTimes, float]:
@@ -189,8 +191,8 @@ def serving_capacity(profile: Profile, *, search: Search = search_capacity) -> O
             served, _ = bench.serve(Policy.named(scheduler), bench.objective(STRICT), seed, config.rate)
             rows.append({"what": "ablation", "seed": seed, "scheduler": scheduler} | asdict(served))
     floors = {"decode_iteration": {"value": bench.iteration_s, "unit": "s", "why": "a step that only decodes"}}
-    omitted = {"omitted": bench.omitted} if bench.omitted else {}
-    return Outcome(rows, floors, provenance=hardware.provenance(bench.costs) | omitted)
+    provenance = hardware.provenance(bench.costs) | ({"omitted": bench.omitted} if bench.omitted else {})
+    return Outcome(rows, floors, provenance=provenance)
 
 
 def capacity_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

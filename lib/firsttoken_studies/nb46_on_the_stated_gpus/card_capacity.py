@@ -36,13 +36,16 @@ DECODES, CONTEXT = 32, 1024  # of the decode iteration that a result states besi
 PAPER_BAR = {"color": COLOURS["paper"], "lw": 6, "alpha": 0.5}
 _FIRST_RATE = 2.0  # requests/s at which each search begins
 PAPER_X = {"mistral-7b on 1 a100-sxm, 100 ms": 2.6, "yi-34b on 2 a100-sxm, 200 ms": 3.7}  # abstract
+BARE, PAPER_STACK = "bare", "sarathi-2024"
+PAPER_X |= {f"{case}, {PAPER_STACK}": times for case, times in PAPER_X.items()}
 
 
 @dataclass(frozen=True)
 class CardCapacityConfig:
-    """``cases`` of "MODEL GPUS CARD MS": a model split over so many GPUs of a card, and the most that the P99 of the
-    time between tokens may be. Each scheduler's search is made for ``seeds`` draws of ``requests``, at most ``batch``
-    at once, with the lengths of ``lengths``.
+    """``cases`` of "MODEL GPUS CARD MS" or "MODEL GPUS CARD MS STACK": a model split over so many GPUs of a card, the
+    most that the P99 of the time between tokens may be, and the server around the card, if not the card alone. Each
+    scheduler's search is made for ``seeds`` draws of ``requests``, at most ``batch`` at once, with the lengths of
+    ``lengths``.
     """
 
     cases: tuple[str, ...]
@@ -65,19 +68,21 @@ class CardCase:
 
     hardware: Hardware
     tbt_ms: int
+    stack: str = BARE
 
     @classmethod
     def named(cls, text: str) -> CardCase:
         """Raises ProfileError for a text that is no case, and what the hardware raises."""
         try:
-            model, gpus, card, tbt_ms = text.split()
+            model, gpus, card, tbt_ms, *stack = text.split()
             count, bound = int(gpus), int(tbt_ms)
         except ValueError:
             raise ProfileError(f"card_capacity: {text!r} is no case; write MODEL GPUS CARD MS") from None
-        return cls(Hardware(card, DECODES, CONTEXT, model=model, gpus=count), bound)
+        return cls(Hardware(card, DECODES, CONTEXT, model=model, gpus=count), bound, " ".join(stack) or BARE)
 
     def __str__(self) -> str:
-        return f"{self.hardware.model} on {self.hardware.gpus} {self.hardware.costs}, {self.tbt_ms} ms"
+        stack = "" if self.stack == BARE else f", {self.stack}"
+        return f"{self.hardware.model} on {self.hardware.gpus} {self.hardware.costs}, {self.tbt_ms} ms{stack}"
 
 
 def schematic() -> Schematic:
@@ -138,17 +143,25 @@ def card_capacity(profile: Profile, *, step_s: StepSum | None = None) -> Outcome
 
     ``step_s`` is a reader's sum of the operators of a step; None takes the library's.
     """
-    config = profile.section("card_capacity", CardCapacityConfig)
+    return _searched(profile.section("card_capacity", CardCapacityConfig), profile.seed, step_s)
+
+
+def paper_capacity(profile: Profile, *, step_s: StepSum | None = None) -> Outcome:
+    """Rows as those of :func:`card_capacity`, with the paper's own lengths, number of requests and server."""
+    return _searched(profile.section("paper_capacity", CardCapacityConfig), profile.seed, step_s)
+
+
+def _searched(config: CardCapacityConfig, first_seed: int, step_s: StepSum | None) -> Outcome:
     rows: Rows = []
     runs = [
         (CardCase.named(text), seed, scheduler)
         for text in config.cases
-        for seed in range(profile.seed, profile.seed + config.seeds)
+        for seed in range(first_seed, first_seed + config.seeds)
         for scheduler in config.schedulers
     ]
-    for case, seed, scheduler in track(runs, desc="card_capacity"):
+    for case, seed, scheduler in track(runs, desc="capacity by card"):
         hardware = case.hardware
-        bench = bench_of(hardware, config.lengths, config.requests, config.batch, _FIRST_RATE, step_s)
+        bench = bench_of(hardware, config.lengths, config.requests, config.batch, _FIRST_RATE, step_s, case.stack)
         searched = bench.search(Policy.named(scheduler), Objective(case.tbt_ms / 1e3), seed)
         labels = {"case": str(case), "model": hardware.model, "gpus": hardware.gpus, "card": hardware.costs}
         labels |= {
@@ -162,14 +175,22 @@ def card_capacity(profile: Profile, *, step_s: StepSum | None = None) -> Outcome
 
 
 def bench_of(
-    hardware: Hardware, lengths: str, requests: int, batch: int, start: float, step_s: StepSum | None = None
+    hardware: Hardware,
+    lengths: str,
+    requests: int,
+    batch: int,
+    start: float,
+    step_s: StepSum | None = None,
+    stack: str = BARE,
 ) -> Bench:
     """A card with draws of ``requests`` of ``lengths``, at most ``batch`` at once; a search begins at ``start``
     requests a second. Requests may be longer than the model's context, as the paper's are. A step takes what a reader's
     ``step_s`` adds up, where there is one."""
-    bench = Bench(CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0), hardware, extended=True)
+    bench = Bench(
+        CapacityConfig(lengths, requests, 1, batch, start, (), (), (), 1.0, stack=stack), hardware, extended=True
+    )
     if step_s is not None:
-        bench.costs = AddedCosts(hardware, bench.costs, step_s)
+        bench.costs = bench.stack.around(AddedCosts(hardware, bench.costs, step_s), hardware.gpus)
     return bench
 
 

@@ -98,11 +98,13 @@ def _cps(entry_of: Found, values: Said) -> Panel:
 def _sarathi(entry_of: Found, values: Said) -> Panel:
     def times(case: str) -> Entry:
         labels = {"scheduler": "sarathi", "budget_tokens": 512, "case": case, "than": "prefill_first"}
-        return entry_of("card_capacity", "capacity_x", **labels)
+        return entry_of("paper_capacity", "capacity_x", **labels)
 
     labels = {"scheduler": "chunked_only", "budget_tokens": 512, "objective": "strict", "than": "prefill_first"}
     chunks = entry_of("serving_capacity", "capacity_x", **labels)
-    mistral, yi = times("mistral-7b on 1 a100-sxm, 100 ms"), times("yi-34b on 2 a100-sxm, 200 ms")
+    mistral, yi = (
+        times(f"{case}, sarathi-2024") for case in ("mistral-7b on 1 a100-sxm, 100 ms", "yi-34b on 2 a100-sxm, 200 ms")
+    )
     return Panel(
         "Sarathi-Serve",
         f"{mistral['value']:.1f} and {yi['value']:.1f} times the requests under a strict objective, on its GPUs",

@@ -23,8 +23,7 @@ MIXTURE_CARDS = ("h100-sxm", "h200-sxm", "b200-sxm")
 _COLUMNS = ("moe_dtype", "hidden_size", "inter_size", "topk", "num_experts")
 _SPLIT, _SPREAD, _TOKENS, _ROUTING = "moe_tp_size", "moe_ep_size", "num_tokens", "distribution"
 _NUMBER_BYTES = 2
-_EXPERTS = {"fp8": "fp8_block", "bfloat16": "bfloat16"}
-"""The tables' type of experts, by that of the weights, which the products around attention are of."""
+_EXPERTS = {"fp8": "fp8_block", "bfloat16": "bfloat16"}  # the tables' type of experts, by that of the weights
 
 
 def layout(card: str, shape: MixtureShape, gpus: int) -> tuple[int, int]:

@@ -1,5 +1,4 @@
-"""Arrival traces of real services as their authors publish them: Azure, BurstGPT, Alibaba Bailian and Mooncake, and
-the form of vidur and Sarathi-Serve.
+"""Arrival traces as their authors publish them: Azure, BurstGPT, vidur, Alibaba Bailian and Mooncake.
 
 A format is known by fields that no other has, and the unit of its times with it. Where that leaves a doubt, the reader
 asks: a trace in seconds that is read as milliseconds is a load a thousand times too high.
