@@ -32,13 +32,14 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Every test begins on one thread, whatever the ones before it have set; one that is marked `assets` is skipped
-    where they are not fetched.
+    """Every test begins on one thread and with the same random numbers, whatever the ones before it have set and drawn;
+    one that is marked `assets` is skipped where they are not fetched.
 
     An experiment takes the cores that its profile names; two test processes with two threads each on two cores would
     wait for one another's time slices in every parallel loop after it.
     """
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     if item.get_closest_marker("assets"):
         missing = [member.saved_as for asset in load_lock() for member in asset.missing()]
         if missing:
