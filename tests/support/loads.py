@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 from firsttoken.assets.lock import file_sha256
 from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest, write_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.progressiveserve.loading.reader import BlobReader
 from firsttoken.progressiveserve.loading.views import StageView
 from firsttoken.study.errors import ModelError
 from firsttoken.study.parsing.safetensors_header import read_header
@@ -25,15 +27,29 @@ ALL = (1, 2, 3)
 
 
 class Held(Link):
-    """A link that moves its first ``mark`` bytes, and no more until it is let go."""
+    """A link that moves its first ``mark`` bytes, and no more until it is let go, or has a later mark."""
 
     def __init__(self, mark: int) -> None:
         super().__init__()
-        self._mark, self.go = mark, threading.Event()
+        self.mark, self.go = mark, threading.Event()
 
     def read_into(self, handle: int, buffer: memoryview, offset: int) -> None:
-        assert self.bytes_moved < self._mark or self.go.wait(60)
+        until(lambda: self.bytes_moved < self.mark or self.go.is_set(), "the link is let go")
         super().read_into(handle, buffer, offset)
+
+
+def held_until_closed(monkeypatch: pytest.MonkeyPatch, mark: int) -> Held:
+    """One that is let go when a reader is closed which has not read all, however late that is."""
+    link, close = Held(mark), BlobReader.close
+
+    def let_go(reader: BlobReader) -> None:
+        if any(reader._remaining):
+            reader._stop = True
+            link.go.set()
+        close(reader)
+
+    monkeypatch.setattr(BlobReader, "close", let_go)
+    return link
 
 
 class Loads:

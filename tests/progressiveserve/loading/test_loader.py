@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from coarse_plans import coarse_first
 from loads import ALL, Held, Loads, stock_answer
 from transformers import AutoModelForCausalLM
 
-from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.checkpoint.plan import LoadPlan, Stage, by_layers, single_stage
@@ -170,26 +171,30 @@ def test_parts_come_in_forward_order_whatever_the_stages(stage):
 
 
 def test_a_streamed_prefill_computes_while_the_rest_is_on_its_way(stage, ids):
-    """One reader, so the files come one after another; 0.005 Gbit/s are 0.4 s for this model."""
+    """One reader, so the files come one after another, the next one once the layer before it has computed."""
     staged = stage(dtype=torch.float32)
-    link = Link(LinkConfig(0.005))
+    parts = parts_of(staged.manifest, ALL)
+    ends = list(accumulate(part.bytes for part in parts))
+    link = Held(ends[1])
     loads = Loads(staged)
     load = loads.begin(*ALL, links=[link], threads=1)
     seen: dict[int, tuple[int, float, bool]] = {}
 
     def mark(i: int):
-        return lambda *_: seen.update({i: (link.bytes_moved, time.monotonic(), load.arrived)})
+        def hook(*_) -> None:
+            seen[i] = link.bytes_moved, time.monotonic(), load.arrived
+            link.mark = ends[i + 2]
+
+        return hook
 
     with load.streaming():
         for i, layer in enumerate(load.view.layers):
             layer.register_forward_hook(mark(i))
         streamed = loads.answer(ids, load.view)
     load.wait()
-    parts = parts_of(staged.manifest, ALL)
     assert torch.equal(streamed, stock_answer(staged.folder, ids))
-    for i in range(6):
-        assert seen[i][0] >= sum(part.bytes for part in parts[: i + 2]), "no layer computes before its bytes are there"
-    assert seen[0][0] < staged.manifest.bytes / 2 and not seen[0][2] and not seen[3][2]
+    assert [seen[i][0] for i in range(6)] == ends[1:7], "no layer computes before its bytes are there"
+    assert not any(arrived for _, _, arrived in seen.values())
     assert seen[0][1] < seen[3][1] < load.arrived_s
     assert 0 < load.stalled_s < 30 and load.placing_s > 0
 

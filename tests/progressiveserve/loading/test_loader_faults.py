@@ -9,10 +9,10 @@ import pytest
 import torch
 from dying_link import DyingLink
 from edited import set_keys
-from loads import ALL, Loads, spoil, stock_answer
+from loads import ALL, Loads, held_until_closed, spoil, stock_answer
 from torch import Tensor
 
-from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest, write_manifest
 from firsttoken.progressiveserve.loading import loader as loading
@@ -88,11 +88,11 @@ def test_a_later_stage_that_fails_leaves_the_one_before(stage, ids):
 
 
 @pytest.mark.parametrize("fault", ["missing", "altered", "variant", "other layers"])
-def test_an_adapter_that_fails_ends_the_load_before_it_begins(stage, fault):
+def test_an_adapter_that_fails_ends_the_load_before_it_begins(stage, fault, monkeypatch):
     staged = stage(adapters=(1,))
     manifest = read_manifest(staged.folder)
     folder = staged.folder / manifest.stages[0].adapter.folder
-    link = Link(LinkConfig(0.005))
+    link = held_until_closed(monkeypatch, sum(file.stat().st_size for file in folder.iterdir()))
     if fault == "missing":
         (folder / "adapter_model.safetensors").unlink()
     elif fault == "altered":
@@ -127,9 +127,9 @@ def test_an_adapter_that_fails_ends_the_load_before_it_begins(stage, fault):
     assert link.bytes_moved < staged.manifest.stages[0].bytes, "nobody reads on for a load that has failed"
 
 
-def test_closing_ends_a_load_and_whoever_waits_in_it(stage, ids):
+def test_closing_ends_a_load_and_whoever_waits_in_it(stage, ids, monkeypatch):
     staged = stage()
-    link = Link(LinkConfig(0.001))  # 2 s for all of it
+    link = held_until_closed(monkeypatch, 1)
     loads, raised = Loads(staged), []
     load = loads.begin(*ALL, links=[link], threads=1)
 
@@ -194,12 +194,12 @@ def test_readers_ahead_of_their_buffers(stage, ids, few_buffers, links, threads)
 
 
 @pytest.mark.parametrize("end", ["fault", "close"])
-def test_readers_that_wait_for_a_buffer_when_the_load_ends(stage, few_buffers, end):
+def test_readers_that_wait_for_a_buffer_when_the_load_ends(stage, few_buffers, end, monkeypatch):
     staged = stage()
     if end == "fault":
         spoil(staged, 1, 0)
     loads = Loads(staged)
-    load = loads.begin(*ALL, threads=4, links=[Link(LinkConfig(0.002 if end == "close" else 0))])
+    load = loads.begin(*ALL, threads=4, links=[held_until_closed(monkeypatch, 1) if end == "close" else Link()])
     if end == "close":
         load.close()
     with pytest.raises(FirstTokenError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from dying_link import DyingLink
+from loads import held_until_closed
 from read_blobs import CHUNK, content, make_blob, outcome, outcomes, read
 
 from firsttoken.link.shaped import Link, LinkConfig
@@ -117,15 +118,15 @@ def test_a_link_that_dies_names_the_layer(blobs: list[Blob]) -> None:
 
 def test_one_dead_link_of_three_stops_the_others(tmp_path: Path) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 30_000) for i in range(6)]
-    wires = [Link(LinkConfig(0.001)), DyingLink(100), Link(LinkConfig(0.001))]
+    wires = [Link(LinkConfig(0.00003)), DyingLink(100), Link(LinkConfig(0.00003))]  # 8 s for a file, 0.3 s for a chunk
     found = read(blobs, wires, threads=1, chunk_bytes=CHUNK)
     assert all(isinstance(result, LinkError) for result in found)
     assert wires[0].bytes_moved + wires[2].bytes_moved < 60_000, "nobody reads on for a load that has failed"
 
 
-def test_closing_in_the_middle(tmp_path: Path) -> None:
+def test_closing_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = [make_blob(tmp_path / f"{i}.bin", 30_000) for i in range(6)]
-    link = Link(LinkConfig(0.001))
+    link = held_until_closed(monkeypatch, 40_000)
     reader = BlobReader(blobs, [link], threads=2, chunk_bytes=CHUNK)
     reader.start()
     first = reader.wait(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import until
 
 from firsttoken.link.data_server import DataServer
 from firsttoken.link.shaped import Link, LinkConfig
@@ -140,12 +141,12 @@ def test_a_dropped_connection_is_resumed_where_it_broke(tmp_path: Path, serve: S
 
 def test_a_server_killed_in_the_middle_of_a_load_is_one_clear_error(stage) -> None:
     staged = stage()
-    command = [sys.executable, "-m", "firsttoken.link.data_server", str(staged.folder), "--gbit-per-s", "0.002"]
+    command = [sys.executable, "-m", "firsttoken.link.data_server", str(staged.folder), "--gbit-per-s", "0.0005"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         folder = RemotePath(Remote(server.stdout.readline().strip()))
         blobs = part_blobs(folder, read_manifest(staged.folder), (1, 2, 3))
         link = Link()
-        killer = threading.Timer(0.3, server.kill)
+        killer = threading.Thread(target=lambda: (until(lambda: link.bytes_moved, "some have come"), server.kill()))
         killer.start()
         error = fails(blobs, link)
         killer.join()

@@ -21,12 +21,12 @@ from growing import (
     part_path,
     tokens_of,
 )
+from loads import Held
 from plain_tokens import Plain, check_greedy, judged
 from torch import nn
 from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import TokenEvent
-from firsttoken.link.shaped import Link, LinkConfig
 from firsttoken.progressiveserve.base_model import at_stage
 from firsttoken.progressiveserve.checkpoint.plan import single_stage
 from firsttoken.progressiveserve.loading import stage_loader
@@ -65,7 +65,7 @@ def present(server: StagedServer) -> list[nn.Module]:
 def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, serve, adapters):
     """With the stage's adapter; those that it shares with the next stage are packed once, and then only adapted."""
     staged = stage(adapters=adapters)
-    spoilt = Spoilt(part_path(staged, 2))
+    spoilt, last = Spoilt(part_path(staged, 2)), Spoilt(part_path(staged, 3))
     server = serve(staged, retry_s=0.02)
     until(lambda: wait_stage(server, 1, 0) and all(type(layer) is FusedLayer for layer in present(server)), "all fused")
     first = {layer.attention.layer_idx: layer.joint for layer in present(server)}
@@ -78,6 +78,7 @@ def test_the_layers_of_an_early_stage_are_fused_beside_the_plain_ones(stage, ser
         if type(layer) is FusedLayer and (old := first.get(layer.attention.layer_idx)):
             assert layer.joint.panels.data_ptr() == old.panels.data_ptr()
             assert (layer.joint.struct.adapter.a != old.struct.adapter.a) == bool(adapters)
+    last.mend()
     assert wait_stage(server, 3, TIMEOUT_S)
     check_greedy(tokens_of(server.submit(PROMPT, 24)), greedy(staged.folder, PROMPT, 24))
     until(lambda: not server._fused, "the plain layers are let go")
@@ -96,10 +97,11 @@ def test_without_room_for_them_twice_layers_are_not_fused_beside_the_plain_ones(
 def test_a_request_that_comes_before_the_first_byte(stage, serve):
     """It computes behind the layers as they arrive, from an embedding that is not there yet."""
     staged = stage(adapters=(1,))
-    link = Link(LinkConfig(0.01))
+    link = Held(0)
     server = serve(staged, link, recover=False)
     sessions = [server.submit(PROMPT, 12), server.submit(PROMPT[:2], 3, upgrade=True)]
     assert server.status()["state"] in ("starting", "loading") and server.status()["stage"] == 0
+    link.go.set()
     check_stage(staged, 1, PROMPT, tokens_of(sessions[0]), 12)
     check_stage(staged, 1, PROMPT[:2], tokens_of(sessions[1]), 3)
     assert wait_stage(server, 1, TIMEOUT_S)

@@ -6,22 +6,24 @@ import threading
 
 import pytest
 from growing import OURS, PROMPT, TIMEOUT_S, bytes_until, events_of, first_event, part_path
+from loads import held_until_closed
 from waiting import until, wait_stage
 
 from firsttoken.engine.async_engine import Stream
-from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.link.shaped import Link
 from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.study.errors import BusyError, ModelError
 
 
 @pytest.mark.parametrize("when", ["stage 1", "stage 2", "complete"])
-def test_closing_ends_everything(stage, serve, when):
+def test_closing_ends_everything(stage, serve, when, monkeypatch):
     staged = stage()
-    link = Link(LinkConfig({"stage 1": 0.0015, "stage 2": 0.003, "complete": 0.0}[when]))
-    server = serve(staged, link, threads=1)
+    marks = {"stage 1": 1, "stage 2": bytes_until(staged, 1)}
+    link = held_until_closed(monkeypatch, marks[when]) if when in marks else Link()
+    server = serve(staged, link, threads=1, max_new_tokens=4000)
     if when != "stage 1":
         assert wait_stage(server, 1 if when == "stage 2" else 3, TIMEOUT_S)
-    sessions = [server.submit(PROMPT, 1000), server.submit(PROMPT, 1000, upgrade=True)]
+    sessions = [server.submit(PROMPT, 4000), server.submit(PROMPT, 4000, upgrade=True)]
     if when != "stage 1":
         assert first_event(sessions[0])
     else:
