@@ -28,6 +28,7 @@ from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken.study import paths
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken_cpu.before_torch import numpy_weights
+from firsttoken_cpu.native import library
 from firsttoken_cpu.native.library import kernels
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
@@ -161,7 +162,8 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are built once, though each test has a cache of its own; without a compiler it is skipped."""
     if (native := kernels()) is None:
         pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(numpy_weights, "load_exports", lambda: native.exports)
+    for module in (numpy_weights, library):  # also where a test has them looked for again
+        monkeypatch.setattr(module, "load_exports", lambda: native.exports)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from waiting import until
 
 pytest.importorskip("uvicorn")
 
-STREAMS, TOKENS = 16, 60
+STREAMS, TOKENS, LONG = 16, 60, 16_000  # the last of them takes longer than a test
 
 
 @contextmanager
@@ -119,8 +119,8 @@ def test_streams_that_run_end_whole_and_nothing_new_is_taken(folder: Path) -> No
 def test_what_outlasts_the_grace_is_told(folder: Path) -> None:
     """A stream by an event before its end, a whole answer by 503."""
     with service(folder, "--grace-s", "0", "--max-running", "1") as (url, process), ThreadPoolExecutor() as pool:
-        stream = Held(url, 512)
-        ask = functools.partial(httpx.post, f"{url}/v1/completions", json=asked(512), timeout=TIMEOUT_S)
+        stream = Held(url, LONG)
+        ask = functools.partial(httpx.post, f"{url}/v1/completions", json=asked(LONG), timeout=TIMEOUT_S)
         answers = [pool.submit(ask) for _ in range(4)]
         until(lambda: httpx.get(f"{url}/stage").json()["sessions"] == 5, "they are taken")
         process.send_signal(signal.SIGINT)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plain_tokens import Plain, check_greedy, generated, judged
 from transformers import AutoModelForCausalLM
+from waiting import TIMEOUT_S
 
 from firsttoken.engine.async_engine import Stream, TokenEvent
 from firsttoken.progressiveserve.base_model import at_stage
@@ -14,7 +15,6 @@ from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, part_bl
 
 PROMPT = [20, 31, 42, 53, 64]
 MOVING = [PROMPT, PROMPT[:1], [7, 8, 9]]
-TIMEOUT_S = 120.0  # s; nothing here takes one of them
 OURS = ("firsttoken-engine", "loading", "placer", "reader-", "packing", "numpy", "reading")
 
 

@@ -47,9 +47,9 @@ def test_a_torn_shard_while_eight_sessions_run(stage, serve):
     """They hear nothing of it: those that move go on as they began until the file is mended, and all end whole."""
     staged = stage(adapters=(1, 2))
     torn = Spoilt(part_path(staged, 2))
-    server = serve(staged, max_sessions=8)
+    server = serve(staged, max_sessions=8, max_new_tokens=4000)
     prompts = [[number + 1, *PROMPT] for number in range(8)]
-    sessions = [server.submit(prompt, 1000, number < 4) for number, prompt in enumerate(prompts)]
+    sessions = [server.submit(prompt, 4000, number < 4) for number, prompt in enumerate(prompts)]
     for session in sessions:
         assert first_event(session).stage == 1
     until(lambda: server.status()["state"] == "degraded", "the failure is told")
@@ -58,7 +58,7 @@ def test_a_torn_shard_while_eight_sessions_run(stage, serve):
     for number in (4, 5, 6, 7):
         sessions[number].cancel()
         said = [event.token_id for event in events_of(sessions[number])]
-        assert len(said) < 999
+        assert len(said) < 3999
     torn.mend()
     for session in sessions[:4]:
         stages = [event.stage for event in events_of(session, stage=3)]
@@ -147,9 +147,9 @@ class Failing(Naive):
 def test_a_transition_that_fails_ends_that_session_only(stage, serve):
     staged = stage()
     link = DyingLink(bytes_until(staged, 1))
-    server = serve(staged, link, Failing())
+    server = serve(staged, link, Failing(), max_new_tokens=4000)
     assert wait_stage(server, 1, TIMEOUT_S)
-    pinned, moving = server.submit(PROMPT, 100), server.submit(PROMPT, 1000, upgrade=True)
+    pinned, moving = server.submit(PROMPT, 100), server.submit(PROMPT, 4000, upgrade=True)
     assert first_event(moving)
     link.restore()
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -172,9 +172,9 @@ def test_a_failure_of_stage_3_is_not_forgotten_while_stage_2_takes_over(stage, s
             until(lambda: "stage 3" in (server.status()["error"] or ""), "stage 3 fails")
             return super().redo(old, new)
 
-    server = serve(staged, link, Slow(), retry_s=0.2)
+    server = serve(staged, link, Slow(), retry_s=0.2, max_new_tokens=4000)
     assert wait_stage(server, 1, TIMEOUT_S)
-    session = server.submit(PROMPT, 1000, upgrade=True)
+    session = server.submit(PROMPT, 4000, upgrade=True)
     assert first_event(session)
     server._retry_s = TIMEOUT_S  # of stage 3: one failure, and a long time until the next
     link.restore()

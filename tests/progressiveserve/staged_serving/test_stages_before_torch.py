@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from firsttoken.progressiveserve.loading import read_memory, stage_loader
 from firsttoken.study import dtypes
 from firsttoken.study.errors import BusyError, LinkError, ModelError
 from firsttoken_cpu.before_torch import numpy_weights
+from firsttoken_cpu.before_torch.numpy_answers import NumpyAnswers
 from firsttoken_cpu.before_torch.numpy_model import NumpyModel
 from firsttoken_cpu.before_torch.stage_weights import StageWeights
 from firsttoken_cpu.fused import FusedLayer, PackedLinear
@@ -44,9 +46,15 @@ BITS = {"dtype": torch.bfloat16, "planes": "bits"}
 
 @pytest.fixture
 def torch_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Torch is imported once this is set."""
-    right, comes = StagedService._import, threading.Event()
+    """Torch is imported once this is set. Numpy waits for what ends its answers after 100 steps, or it would say the
+    rest, too, on a machine whose cores others have."""
+    right, comes, steps, over = StagedService._import, threading.Event(), count(), threading.Event()
+    goes_on, end = NumpyAnswers._goes_on, NumpyAnswers.end
     monkeypatch.setattr(StagedService, "_import", lambda server: (comes.wait(TIMEOUT_S), right(server)))
+    monkeypatch.setattr(NumpyAnswers, "end", lambda answers: (over.set(), end(answers)))
+    monkeypatch.setattr(
+        NumpyAnswers, "_goes_on", lambda *of: (next(steps) < 100 or over.wait(TIMEOUT_S)) and goes_on(*of)
+    )
     yield comes
     comes.set()
 
