@@ -166,12 +166,6 @@ def _complete(url: str) -> set[str]:
         return set()
 
 
-def _stage(url: str) -> httpx.Response:
-    """The status of a service, however long a busy machine lets it wait: an answer through Ray took more than the five
-    seconds that httpx gives by default, where two processes of tests had both cores."""
-    return httpx.get(f"{url}/stage", timeout=TIMEOUT_S)
-
-
 def answers(url: str, model: str | None = None) -> list[str]:
     """What all prompts are told, asked at once."""
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
@@ -213,13 +207,13 @@ def served_together() -> list[tuple[str, ...]]:
 def test_options_together_answer_as_each_alone(options, arguments, cache, expected) -> None:
     with served(arguments(options), cache) as url:
         if "--prefix-store" in options:
-            until(lambda: "stored prefixes are used" in _stage(url).text, "the store is open")
+            until(lambda: "stored prefixes are used" in httpx.get(f"{url}/stage").text, "the store is open")
         assert answers(url) == expected["--swarm" if "--swarm" in options else ""]
         if "--variant" in options and "--swarm" in options:  # what it says, ``test_over_swarm.py`` knows in float32
             assert answers(url, "qa") not in (expected["--swarm"], expected[""])
         elif "--variant" in options:
             assert answers(url, "qa") == expected["qa"]
-        status = _stage(url).json()
+        status = httpx.get(f"{url}/stage").json()
         if "--prefix-store" in options and "--replicas" not in options:
             assert status["restored"] == len(PROMPTS)
 

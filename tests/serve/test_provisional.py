@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,25 +22,20 @@ from services import (
     TIMEOUT_S,
     byte_level,
     events,
-    free_port,
     serving,
+    stage_1_alone,
     tiny_model,
     tiny_tokenizer,
     until,
 )
 
 from firsttoken.engine.stream import TokenEvent
-from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
-from firsttoken.progressiveserve.loading.read_plan import part_blobs
 from firsttoken.progressiveserve.stages import StagePlan
 from firsttoken_serve.chat.text import Vocabulary
 from firsttoken_serve.http.choice import AnswerChoice, TextDelta
-from firsttoken_serve.http.launch import running
-from firsttoken_serve.service_config import ServiceConfig
 
 VOCABULARY = Vocabulary(byte_level(), 260, (), 1000, chat_stop_ids=lambda: (), context=1000, template=SimpleNamespace())
 
@@ -116,33 +110,9 @@ def growing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def held(growing: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def held(growing: Path) -> Callable[..., Any]:
     """Makes a service whose first stage answers, and a function that lets the others come, or fails them."""
-    first = sum(blob.bytes for blob in part_blobs(growing, read_manifest(growing), [1]))
-    gate, read, dead = threading.Event(), Link.read_into, threading.Event()
-
-    def read_into(link: Link, *what: Any) -> None:
-        if link.bytes_moved >= first:
-            gate.wait(TIMEOUT_S)
-            if dead.is_set():
-                raise OSError("the disk is gone")
-        read(link, *what)
-
-    monkeypatch.setattr(Link, "read_into", read_into)
-
-    @contextmanager
-    def start(**settings: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-        gate.clear()
-        dead.clear()
-        with running(ServiceConfig(growing, port=free_port(), max_new_tokens=400, **settings)) as url:
-            try:
-                until(lambda: httpx.get(f"{url}/stage").json()["stage"] == 1, "stage 1 serves")
-                yield url, gate.set
-            finally:
-                dead.set()
-                gate.set()
-
-    yield start
+    return partial(stage_1_alone, growing, max_new_tokens=400)
 
 
 def parked(url: str) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import resource
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -69,17 +70,17 @@ def test_a_head_that_does_not_end_is_408(url: str) -> None:
         assert status(client) == 408
 
 
-def test_bodies_that_do_not_end_are_limited_together(url: str) -> None:
-    """Those beyond are 503 and told when to come again; when all are gone, there is room again."""
+def test_bodies_that_do_not_end_are_limited_together(plain: Path) -> None:
+    """The first that finds no room is 503 and told when to come again; when all are gone, there is room again."""
     size = MOST_BODY_BYTES - 1000
-    body = head(url, "").replace(b"GET /health", b"POST /v1/completions") + f"Content-Length: {size}\r\n\r\n".encode()
-    body += b"x" * (size - 1)
-    with ExitStack() as stack:
-        for _ in range(MOST_UNREAD_BYTES // size):
-            stack.enter_context(sent(url, body))
-        assert status(stack.enter_context(sent(url, body))) == 503
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "the", "max_tokens": 1}, timeout=TIMEOUT_S)
-    assert answer.status_code == 200
+    with serving(plain, body_s=TIMEOUT_S) as url:  # none of them is 408 before the last has come
+        body = post(b"x" * size).removesuffix(b"x")
+        with ExitStack() as stack:
+            clients = {stack.enter_context(sent(url, body)) for _ in range(MOST_UNREAD_BYTES // size + 1)}
+            ready, _, _ = select.select(clients, [], [], TIMEOUT_S)  # one, whichever was read last
+            assert [status(client) for client in ready] == [503]
+            assert not select.select(clients - set(ready), [], [], 0.1)[0]
+        until(lambda: httpx.post(f"{url}/v1/completions", content=b"x" * size).status_code == 400, "all are let go")
 
 
 ASKED = json.dumps({"prompt": "the inn", "max_tokens": 4, "temperature": 0, "ignore_eos": True}).encode()
@@ -163,34 +164,37 @@ def test_http_of_old_needs_no_host(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def scarce(plain: Path) -> Iterator[str]:
-    """Of a service that may have 40 files open, so 8 connections."""
+def scarce(plain: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a service that may have 40 files open, so 8 connections, each silent for so long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resource, "getrlimit", lambda which: (40, 40))
-        patch.setattr(unread.limited_protocol, "__defaults__", (0.5,))
-        with serving(plain, body_s=5.0) as url:
+        patch.setattr(unread.limited_protocol, "__defaults__", (request.param,))
+        with serving(plain, body_s=TIMEOUT_S) as url:
             yield url
 
 
 class TestSilence:
     """Connections that say nothing, or not enough."""
 
+    @pytest.mark.parametrize("scarce", [1.5], indirect=True)
     @pytest.mark.parametrize("data", [b"", b"\r\n", post(ASKED)], ids=["nothing", "lines", "a request"])
     def test_it_ends(self, scarce: str, data: bytes) -> None:
         """Before the first byte of a head, also of the next one."""
         with sent(scarce, data) as client:
             assert rest(client).count(b"HTTP/1.1 200") == (data == post(ASKED))
 
+    @pytest.mark.parametrize("scarce", [1.5], indirect=True)
     def test_trickling_lines_are_silence(self, scarce: str) -> None:
         with sent(scarce, b"\r\n") as client:
             client.settimeout(0.1)
             until(lambda: _is_closed(client), "it is closed", 20)
 
+    @pytest.mark.parametrize("scarce", [TIMEOUT_S], indirect=True)  # nobody is closed for being silent
     @pytest.mark.parametrize("data", [b"", post(ASKED)[:20], post(ASKED)[:-1]], ids=["nothing", "a head", "a body"])
     def test_the_oldest_give_way(self, scarce: str, data: bytes) -> None:
         """Who is answered does not."""
         with ExitStack() as stack:
-            streamed = post(STREAMED.replace(b"4,", b"1500,"))
+            streamed = post(STREAMED.replace(b"4,", b"1500,"), b"Connection: close\r\n")
             running = stack.enter_context(sent(scarce, streamed))
             running.recv(1 << 16)
             silent = [stack.enter_context(sent(scarce, data)) for _ in range(12)]

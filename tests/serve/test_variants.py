@@ -17,7 +17,7 @@ import torch
 from edited import set_keys
 from fine_tunes import SHAPE, adapter_in, greedy, shared, tuned, written
 from peft_kinds import examine, write
-from services import TIMEOUT_S, free_port, said, serving, tiny_model
+from services import TIMEOUT_S, free_port, said, serving, stage_1_alone, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from waiting import until
@@ -147,10 +147,10 @@ def test_the_last_stage_of_a_model_has_its_variants(tiny, plain, plain_adapters)
     prompt, variants = [10, 20, 30, 40], tuple(plain_adapters.items())
     with serving(plain, variants=variants) as url:
         right = [said(url, prompt, name) for name in ("qa", "chat")]
-    options = {"variants": variants, "gbit_per_s": 0.02}
-    with running(ServiceConfig(tiny, port=free_port(), **options)) as url:
+    with stage_1_alone(tiny, variants=variants) as (url, let_come):
         early = httpx.post(f"{url}/v1/completions", json={"model": "qa", "prompt": prompt}, timeout=TIMEOUT_S)
         assert early.status_code == 429 and "qa answers once the whole model is here" in early.text
+        let_come()
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages are here")
         for _ in range(3):  # also while layers are fused
             with ThreadPoolExecutor(2) as clients:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import byte_tokenizers
 import httpx
@@ -19,9 +22,12 @@ from waiting import TIMEOUT_S, until
 
 from firsttoken.assets.checkpoint import combined_sha256, weight_files
 from firsttoken.assets.shapes import shape_config
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.checkpoint.plan import staged
 from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.progressiveserve.checkpoint.writer import write_staged
+from firsttoken.progressiveserve.loading.read_plan import part_blobs
 from firsttoken.progressiveserve.stages import StagePlan
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n")]
@@ -31,6 +37,9 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMITS = {"max_running": 12, "max_waiting": 0, "max_prompt_tokens": 64, "max_new_tokens": 9000, "max_choices": 8}
 GREEDY = {"temperature": 0}
 ENDLESS = "the inn"  # what is said to it does not end within a minute
+# of whoever gives no timeout; httpx's own five seconds pass where two processes of tests have both cores
+PATIENCE = inspect.signature(httpx.get).parameters["timeout"].default
+PATIENCE.connect = PATIENCE.read = PATIENCE.write = PATIENCE.pool = TIMEOUT_S
 
 
 def byte_level() -> Tokenizer:
@@ -106,6 +115,33 @@ def serving(folder: Path, **settings: Any) -> Iterator[str]:
     with running(ServiceConfig(folder, port=free_port(), **settings)) as url:
         until(lambda: httpx.get(f"{url}/stage").json()["state"] == "complete", "all stages serve")
         yield url
+
+
+@contextmanager
+def stage_1_alone(folder: Path, **settings: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a service of a staged checkpoint whose first stage answers, and a function that lets the others come;
+    those that have not come by the end of the block fail."""
+    from firsttoken_serve.http.launch import running
+    from firsttoken_serve.service_config import ServiceConfig
+
+    first = sum(blob.bytes for blob in part_blobs(folder, read_manifest(folder), [1]))
+    gate, read, dead = threading.Event(), Link.read_into, threading.Event()
+
+    def read_into(link: Link, *what: Any) -> None:
+        if link.bytes_moved >= first:
+            gate.wait(TIMEOUT_S)
+            if dead.is_set():
+                raise OSError("the disk is gone")
+        read(link, *what)
+
+    config = ServiceConfig(folder, port=free_port(), **settings)
+    with patch.object(Link, "read_into", read_into), running(config) as url:
+        try:
+            until(lambda: httpx.get(f"{url}/stage").json()["stage"] == 1, "stage 1 serves")
+            yield url, gate.set
+        finally:
+            dead.set()
+            gate.set()
 
 
 @contextmanager
