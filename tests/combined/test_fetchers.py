@@ -13,12 +13,11 @@ from itertools import combinations, pairwise
 import pytest
 from borrowing import nothing_is_left, until
 from plain_tokens import check_greedy, generated
-from swarms import DEPTH
+from swarms import DEPTH, lose
 
 from firsttoken.assets.needs import ModelFacts
 from firsttoken.engine.request import Sampling
 from firsttoken.petals.event_loop import wait_for
-from firsttoken.petals.session import IdleClientError
 from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.study.errors import ProfileError, StageError, SwarmError
 from firsttoken.study.profile import load_profile
@@ -80,19 +79,13 @@ def test_nothing_is_computed_before_the_lowest_boundary_is_here(replica, neighbo
 def test_a_lender_that_has_lost_its_session_is_told_again(replica, here, asked, lost):
     """It has heard nothing for long; the other one goes on, and hears what it knows once more."""
     one, up = asked(19, 6), here.serve((1, 4), (4, DEPTH))
-
-    async def silence() -> None:
-        """Its patience with whoever says nothing ends now; a short one might end within a step, too."""
-        for session in up[lost].sessions._open:
-            session.cancel(IdleClientError("it is lost"))
-
     made = replica(lenders=lent_by([server.record.address for server in up], [range(1, 4), range(4, DEPTH)]))
     made.arrivals.come(2)
     request = made.submit(one.prompt, Sampling(6))
     for token in (2, 4, 6):
         until(request, token, made)
         while up[lost].sessions.ends["IdleClientError"] < token // 2:
-            wait_for(silence())
+            wait_for(lose(up[lost]))  # a short patience might end within a step, too
             time.sleep(0.01)
     assert not made.lease.gone and check_greedy(request.output, one.plain) == 6
     assert len(made.lease._spans[lost].sessions) > 1 == len(made.lease._spans[1 - lost].sessions)

@@ -47,7 +47,7 @@ def client(folder: Path) -> Iterator[Callable[..., RemoteModel]]:
     made: list[RemoteModel] = []
 
     def make(*peers: str, **options: Any) -> RemoteModel:
-        timeouts = Timeouts(**{"step_s": 5.0, "refresh_s": 30.0, "find_s": 10.0} | options.pop("timeouts", {}))
+        timeouts = Timeouts(**{"refresh_s": 30.0, "find_s": 10.0, "late_s": 60.0} | options.pop("timeouts", {}))
         made.append(RemoteModel(options.pop("folder", folder), peers, timeouts=timeouts, **options))
         return made[-1]
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 from swarms import opening
-from waiting import reached
+from waiting import TIMEOUT_S, reached
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import EXCHANGE, SESSION, SequenceChunk, most_bytes
@@ -32,7 +32,7 @@ def message(number: int, start: int, end: int) -> bytes:
 @pytest.fixture
 def server(here):
     """Blocks [2, 4), of little."""
-    limits = {"sessions": 3, "sequences": 4, "kv_tokens": 256, "idle_s": 0.5}
+    limits = {"sessions": 3, "sequences": 4, "kv_tokens": 256, "idle_s": 1.5}
     return here.serve((2, 4), limits=limits)[0]
 
 
@@ -45,7 +45,7 @@ def talk(here, server):
 
         async def go():
             async with grpc.aio.insecure_channel(server.record.address) as channel:
-                call = channel.stream_stream(SESSION)(metadata=tuple(given.items()), timeout=10)
+                call = channel.stream_stream(SESSION)(metadata=tuple(given.items()), timeout=TIMEOUT_S)
                 answers = []
                 try:
                     for one in said:
@@ -141,7 +141,7 @@ def test_a_client_that_vanishes_or_sleeps_or_never_reads_leaves_nothing(here, se
             return [(await sleeping.code()).name, await sleeping.details()]
 
     code, said = wait_for(misbehave())
-    assert (code, said) == ("ABORTED", "the client said nothing for 0.5 s; open a session again")
+    assert (code, said) == ("ABORTED", "the client said nothing for 1.5 s; open a session again")
     left(here, server)
 
 

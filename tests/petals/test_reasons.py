@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from certificates import certificate
+from services import free_port
 from strangers import keyed, said
 from swarms import says
+from waiting import TIMEOUT_S, until
 
 from firsttoken.__main__ import main
 from firsttoken.petals import announcer, server
@@ -25,18 +27,14 @@ from firsttoken.study.errors import SwarmError
 
 def nobody() -> str:
     """An address at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return f"127.0.0.1:{listening.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def warned(capsys, words: str) -> str:
     """What is said on the terminal, as soon as it holds ``words``."""
-    text, until = "", time.monotonic() + 20
-    while not re.search(words, text):
-        assert time.monotonic() < until, text
-        time.sleep(0.02)
-        text += capsys.readouterr().err
-    return text
+    parts: list[str] = []
+    until(lambda: parts.append(capsys.readouterr().err) or re.search(words, "".join(parts)), words)
+    return "".join(parts)
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
@@ -59,7 +57,7 @@ def test_a_wall_clock_that_is_set_ends_no_server_and_keeps_no_client_out(here, c
         monkeypatch.setattr(time, "time", lambda off_s=off_s: true() + off_s)
         issued = [up.record.issued for up in ups]
         time.sleep(1.0)
-        assert all(up.record.issued > before for up, before in zip(ups, issued, strict=True))
+        until(lambda old=issued: all(up.record.issued > one for up, one in zip(ups, old, strict=True)), "it is renewed")
         assert not any(up.failed.done() for up in ups)
         says(client(ups[0].record.address), asked(5, 4))
 
@@ -70,9 +68,9 @@ def test_a_server_says_who_does_not_know_it_and_says_it_again_when_the_reason_ch
     assert f"not known to others; {wrong}: nobody listens there" in warned(capsys, "not known")
     with socket.create_server(("127.0.0.1", int(wrong.rpartition(":")[2]))) as listening:
         listening.settimeout(0.2)
-        closed, until = 0, time.monotonic() + 20
+        closed, end = 0, time.monotonic() + TIMEOUT_S
         while not closed or "ends connections" not in capsys.readouterr().err:
-            assert time.monotonic() < until
+            assert time.monotonic() < end
             try:
                 listening.accept()[0].close()
                 closed += 1

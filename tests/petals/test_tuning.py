@@ -24,7 +24,7 @@ from firsttoken.petals.tuning.remote_training import IGNORED, RemoteTraining
 from firsttoken.study.errors import RequestError, SwarmError
 
 NEAR = 1e-4
-TIMEOUTS = Timeouts(step_s=5.0, refresh_s=30.0, ban_s=5.0, find_s=5.0)
+TIMEOUTS = Timeouts(step_s=5.0, refresh_s=30.0, ban_s=5.0, find_s=5.0, late_s=60.0)
 
 
 def batch(seed: int, rows: int = 3, tokens: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

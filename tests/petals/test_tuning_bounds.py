@@ -14,6 +14,7 @@ from waiting import reached
 
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import MOST_TOKENS, PASS
+from firsttoken.petals.server import RunningServer
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.petals.tuning import frozen as blocks
 from firsttoken.petals.tuning.client_adapters import Lora, module_widths
@@ -129,9 +130,9 @@ def test_passes_wait_within_a_bound_and_nothing_is_left_of_who_goes(here, held, 
 
 
 def test_a_client_that_says_nothing_is_not_waited_for(here):
-    server = here.serve((0, 6), trains=True, limits={"idle_s": 0.2})[0]
+    impatient, server = (here.serve((0, 6), trains=True, limits={"idle_s": idle_s})[0] for idle_s in (0.2, 60.0))
 
-    async def silent(*said: bytes) -> str:
+    async def silent(server: RunningServer, *said: bytes) -> str:
         async with grpc.aio.insecure_channel(server.record.address) as channel:
             call = channel.stream_unary(PASS)(metadata=opening(here.model))
             if said:
@@ -139,9 +140,9 @@ def test_a_client_that_says_nothing_is_not_waited_for(here):
             await call.code()
             return await call.details()
 
-    assert "said nothing for 0.2 s" in wait_for(silent())
-    assert "a pass came without a message" in wait_for(silent(b"nothing"))
-    assert server.frozen.waiting == 0
+    assert "said nothing for 0.2 s" in wait_for(silent(impatient))
+    assert "a pass came without a message" in wait_for(silent(server, b"nothing"))
+    assert impatient.frozen.waiting == server.frozen.waiting == 0
 
 
 @pytest.mark.parametrize("lie", ["adapters", "shapes", "NaN"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import TIMEOUT_S, until
 
 from firsttoken.__main__ import COMMANDS
 from firsttoken.options import parser
@@ -186,20 +186,15 @@ def test_who_does_not_listen_is_killed_with_its_children(tmp_path: Path) -> None
         pytest.raises(KeyboardInterrupt),
         started([sys.executable, str(script), str(told)], tmp_path / "log", os.environ, ending_s=0.2),
     ):
-        until = time.monotonic() + 10
-        while not (told.exists() and told.read_text().count(" ")) and time.monotonic() < until:
-            time.sleep(0.02)
+        until(lambda: told.exists() and told.read_text().count(" "), "both are there")
         raise KeyboardInterrupt
-    until = time.monotonic() + 5
-    while not all(map(gone, map(int, told.read_text().split()))) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert all(map(gone, map(int, told.read_text().split())))
+    until(lambda: all(map(gone, map(int, told.read_text().split()))), "both are gone")
 
 
 def test_a_server_that_does_not_come_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for code, patience_s, message in (
-        ("raise SystemExit('no such model')", 20, "the server ended: no such model"),
+        ("raise SystemExit('no such model')", TIMEOUT_S, "the server ended: no such model"),
         ("import time; print('still', flush=True); time.sleep(60)", 0.5, "the server did not answer in 0.5 s: "),
     ):
         with (

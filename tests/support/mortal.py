@@ -20,6 +20,7 @@ import torch
 from plain_tokens import TOLERANCE, Plain, check_greedy, generated
 from services import COMPLETIONS, tiny_model, write_endless
 from starlette.testclient import TestClient
+from swarms import lose
 
 from firsttoken.engine.request import Sampling
 from firsttoken.petals import server as server_module
@@ -27,7 +28,7 @@ from firsttoken.petals.checkpoint_blocks import model_sha256
 from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
-from firsttoken.petals.session import IdleClientError, ServerLimits
+from firsttoken.petals.session import ServerLimits
 from firsttoken.petals.timeouts import Timeouts
 from firsttoken.study.errors import SwarmError
 from firsttoken_serve.http.app import build_replica
@@ -107,8 +108,7 @@ class Mortal:
         self._awake.set()
 
     async def _lose(self) -> None:
-        for session in self.up.sessions._open:
-            session.cancel(IdleClientError("it is lost"))
+        await lose(self.up)
         await asyncio.sleep(0.01)
 
     def _end(self, error: Exception | None) -> None:

@@ -23,7 +23,7 @@ from firsttoken.petals.event_loop import wait_for
 from firsttoken.petals.messages import HEADERS, VERSION
 from firsttoken.petals.remote_model import RemoteModel
 from firsttoken.petals.server import RunningServer, ServerConfig, serving
-from firsttoken.petals.session import ServerLimits
+from firsttoken.petals.session import IdleClientError, ServerLimits
 from firsttoken_studies.petals import spans
 from firsttoken_studies.petals.fleet import ProxiedServer, ServerProcess
 from firsttoken_studies.record import kernel_forkserver
@@ -116,6 +116,12 @@ def spoil(up: RunningServer, value: float = math.nan) -> None:
     """The blocks of this server answer ``value`` from now on."""
     for module in up.sessions.batcher.backend._segment.modules:
         module.forward = lambda hidden, *_, **__: torch.full_like(hidden, value)
+
+
+async def lose(up: RunningServer) -> None:
+    """End the sessions of this server, as those of clients that were idle for too long."""
+    for session in up.sessions._open:
+        session.cancel(IdleClientError("it is lost"))
 
 
 def part(model: RemoteModel) -> None:
