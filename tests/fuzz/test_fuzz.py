@@ -36,7 +36,7 @@ def stubborn(path):
 
 @pytest.mark.parametrize(("byte", "kind"), [(b"w", "wrong"), (b"r", "raw"), (b"h", "hang")])
 def test_the_property_finds_what_it_is_for(byte, kind, monkeypatch):
-    monkeypatch.setattr(property, "SECONDS", 1)
+    monkeypatch.setattr(property, "WAITS_S", 1)
     one = Format("stubborn", lambda path: (path / "file").write_bytes(b"i"), ("file",), stubborn, (lambda *_: byte,))
     monkeypatch.setattr(mutators, "place", lambda path, dice: path.write_bytes(byte))
     found = fuzz(one, 2)

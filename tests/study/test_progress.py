@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -12,11 +13,15 @@ from firsttoken.study import paths, progress
 from firsttoken.study.progress import NOTEBOOK, UNSEEN, track
 
 CELL = """
-import time
+import os, time
+from types import SimpleNamespace
 from firsttoken.study import progress
+looks = []  # at a clock that is a second on at the third, which is that of the second line
 progress.QUIET_S, progress.EVERY_S = 0.2, 0.1
+progress.time = SimpleNamespace(monotonic=lambda: looks.append(1) or float(len(looks) > 2))
 with progress.running("an experiment", 3.0):
-    time.sleep(1.2)
+    while len(looks) < 4 and progress.UNSEEN not in os.environ:
+        time.sleep(0.01)
 print("over")
 """
 
@@ -66,35 +71,39 @@ def test_bars_of_other_packages_are_text() -> None:
 
 
 @pytest.fixture
-def in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As outside of notebooks, with short waits."""
+def pass_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets so many seconds pass, as outside of notebooks, with short waits."""
+    now = [0.0]
     for name in (NOTEBOOK, UNSEEN):
         monkeypatch.delenv(name, raising=False)
-    for name, value in (("START_S", 0.1), ("LINE_S", 0.5), ("QUIET_S", 0.5)):
+    for name, value in (("START_S", 0.0), ("LINE_S", 0.5), ("QUIET_S", 0.5)):
         monkeypatch.setattr(progress, name, value)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return lambda seconds: now.append(now.pop() + seconds)
 
 
-@pytest.mark.usefixtures("in_a_log")
-def test_a_log_has_lines_at_the_start_now_and_then_and_at_the_end(capsys) -> None:
-    for _ in track("abc", desc="healing", unit="step"):
-        time.sleep(0.6)
+def test_a_log_has_lines_at_the_start_now_and_then_and_at_the_end(capsys, pass_s) -> None:
+    steps = track("abc", desc="healing", unit="step")
+    for _ in steps:
+        steps._first.join()  # the first line is written
+        pass_s(0.6)
     first, *between, last = capsys.readouterr().err.splitlines()
     assert first == "firsttoken: healing: 0 of 3 steps" and last == "firsttoken: healing: 3 of 3 steps in 2 s"
     assert between[0] == "firsttoken: healing: 1 of 3 steps, 1 s left"
     with track(desc="a file", total=4_000_000, initial=1_000_000, unit="B") as bar:
-        time.sleep(0.6)
+        pass_s(0.6)
         bar.set_postfix_str("slow")
     assert "firsttoken: a file: 1.0 of 4.0 MB (slow)\n" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("in_a_log")
-def test_what_is_short_or_within_another_has_no_line(capsys) -> None:
+def test_what_is_short_or_within_another_has_no_line(capsys, pass_s, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "START_S", 60.0)
     list(track(range(2), desc="batches", unit="batch"))
     for _ in track(range(2), desc="inner", leave=False):
-        time.sleep(0.2)
+        pass_s(0.2)
     with pytest.raises(ZeroDivisionError):
         for number in track(range(2), desc="fails"):
-            time.sleep(0.2 / number)
+            pass_s(0.2 / number)
     assert capsys.readouterr().err == ""
 
 
