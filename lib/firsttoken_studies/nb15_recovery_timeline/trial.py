@@ -93,11 +93,13 @@ def main(spec: TimelineSpec) -> list[dict[str, Any]]:
 
 
 def _client(server: StagedServer, spec: TimelineSpec, client: int, start: float, rows: list[dict[str, Any]]) -> None:
-    """One request after another; the last one that begins in time is finished."""
+    """One request after another, until the time is over and one has begun while all stages served."""
+    complete = False
     for request in itertools.count():
         asked_s = time.monotonic() - start
-        if asked_s > spec.duration_s:
+        if asked_s > spec.duration_s and complete:
             return
+        complete = server.status()["state"] == "complete"
         tokens = 0
         for event in server.submit(spec.prompt, spec.new_tokens, bool(spec.moves)).events():
             tokens += 1
