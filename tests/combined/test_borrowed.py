@@ -10,7 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from borrowing import TIMEOUTS, nothing_is_left, until
+from borrowing import SHORT, TIMEOUTS, nothing_is_left, until
 from dying_link import DyingLink
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -126,12 +126,13 @@ def test_what_is_taken_over_is_what_would_have_been_computed(replica, neighbour,
 def test_the_neighbour_fails_at_any_token(replica, member, asked, token, fault):
     """kill -9, SIGSTOP, a link that is reset, one that falls silent, before each token: own layers are waited for."""
     one, lender = asked(21, TOKENS), member()
-    made = replica(lender.proxy.address)
+    made = replica(lender.proxy.address, timeouts=TIMEOUTS)
     made.arrivals.come(1 + token % DEPTH)
     request = made.submit(one.prompt, Sampling(TOKENS))
     until(request, token, made)
     getattr(lender, fault)()
     lender.gone = fault == "kill"
+    made.lease._spans[0].sessions[-1]._timeouts = SHORT  # not before: a pause of the machine is no fault
     while not made.lease.gone:
         made.step()
     assert len(request.output) == token
@@ -145,8 +146,7 @@ def test_the_neighbour_fails_at_any_token(replica, member, asked, token, fault):
 def test_a_silent_neighbour_is_not_waited_for_once_all_layers_are_here(replica, member, asked):
     """However long its own patience: this one would be a minute."""
     one, lender = asked(21, 4), member()
-    made = replica(lender.proxy.address)
-    made.lease._spans[0].sessions[-1]._timeouts = TIMEOUTS
+    made = replica(lender.proxy.address, timeouts=TIMEOUTS)
     made.arrivals.come(3)
     request = made.submit(one.prompt, Sampling(4))
     until(request, 2, made)

@@ -53,7 +53,7 @@ def url(plain, fleet) -> Iterator[str]:
 def streamed(url: str, asked: dict, after: int = 0, what=lambda: None) -> list[dict]:
     """The chunks of a stream; ``what`` is called when so many have come."""
     chunks = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=asked | {"stream": True}, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=asked | {"stream": True}) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -68,7 +68,7 @@ def text_of(chunks: list[dict]) -> str:
 
 
 def test_an_answer_goes_on_when_a_server_is_killed(url, fleet):
-    whole = httpx.post(f"{url}/v1/completions", json=ASKED, timeout=60).json()["choices"][0]
+    whole = httpx.post(f"{url}/v1/completions", json=ASKED).json()["choices"][0]
     servers = httpx.get(f"{url}/stage").json()["servers"]
     assert [one["blocks"] for one in servers] == [[0, 3], [3, 6]]
     assert {one["address"] for one in servers} <= set(fleet.members)
@@ -87,9 +87,9 @@ def test_an_answer_goes_on_when_a_server_is_killed(url, fleet):
 
 def test_several_answers_share_the_steps(url):
     """Two prompts, chosen three times each; what each says is what it says alone."""
-    both = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": ["the inn", "a hat"], "n": 3}, timeout=60).json()
+    both = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": ["the inn", "a hat"], "n": 3}).json()
     assert len(both["choices"]) == 6 and len({one["text"] for one in both["choices"]}) > 2
-    alone = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "the inn", "n": 3}, timeout=60).json()
+    alone = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "the inn", "n": 3}).json()
     assert [one["text"] for one in alone["choices"]] == [one["text"] for one in both["choices"][:3]]
     page = httpx.get(url).text
     assert "servers of the swarm that answer" in page
@@ -117,7 +117,7 @@ def test_a_service_over_servers_of_8_bits(plain, imported, tmp_path):
     with closing(Here(tmp_path / "small")) as here:
         (up,) = here.serve((0, 6))
         with running(ServiceConfig(here.folder, port=free_port(), swarm=(up.record.address,))) as url:
-            said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}, timeout=60).json()
+            said = httpx.post(f"{url}/v1/completions", json=ASKED | {"max_tokens": 8}).json()
             assert said["usage"]["completion_tokens"] == 8 or said["choices"][0]["finish_reason"] == "stop"
             assert httpx.get(f"{url}/stage").json()["servers"][0]["address"] == up.record.address
 
@@ -132,7 +132,7 @@ def test_the_service_audits_as_the_client_does(plain):
         honest = {up.record.server for up in halves}
         with running(ServiceConfig(plain, port=free_port(), swarm=(door,), swarm_audit_rate=1.0)) as url:
             asked = ASKED | {"max_tokens": 8}
-            assert httpx.post(f"{url}/v1/completions", json=asked, timeout=60).status_code == 200
+            assert httpx.post(f"{url}/v1/completions", json=asked).status_code == 200
             told = httpx.get(f"{url}/stage").json()
             assert {one["key"] for one in told["servers"]} == {key[:8] for key in honest}
             (event,) = told["events"]
