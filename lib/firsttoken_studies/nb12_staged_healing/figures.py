@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from firsttoken_studies.record.overlay import legend, over
-from firsttoken_studies.record.plot import Figure, categories, panels
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, categories, panels
 from firsttoken_studies.record.results import Result
 from firsttoken_studies.record.schematic import Schematic
 
@@ -60,4 +60,20 @@ def healing_course(recorded: Result | None, now: Result) -> Figure:
     verb = "falls" if last < first else "rises"
     fig.suptitle(f"From scratch, in {len(steps)} steps, the loss {verb} from {first:.1f} to {last:.1f} nats")
     legend(fig, ax, results)
+    return fig
+
+
+def validation_course(result: Result) -> Figure:
+    """Draw F1 and perplexity on validation over the steps of each adapter's training."""
+    fig, axes = panels(1, 2, figsize=(9, 4.0))
+    frame = result.frame().dropna(subset="validation_f1")
+    for adapter, name in (("A-ours", "S1"), ("AB-ours", "S2")):
+        rows, look = frame[frame.adapter == adapter], {"color": COLOURS[name], "marker": LOOKS[name].marker}
+        axes[0].plot(rows.step, 100 * rows.validation_f1, **look, label=f"stage {name[1]}")
+        axes[1].plot(rows.step, rows.validation_perplexity, **look)
+    axes[0].set(xlabel="step", ylabel="validation F1, %", xlim=(0, None), ylim=(0, None))
+    axes[1].set(xlabel="step", ylabel="validation perplexity", xlim=(0, None), ylim=(0, None))
+    axes[0].legend(fontsize="small")
+    (first, last), steps = frame[frame.adapter == "A-ours"].validation_f1.iloc[[0, -1]], frame.step.agg(["min", "max"])
+    fig.suptitle(f"Stage 1: F1 {100 * first:.0f} % after {steps['min']} steps, {100 * last:.0f} % after {steps['max']}")
     return fig

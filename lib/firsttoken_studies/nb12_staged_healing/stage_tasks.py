@@ -60,7 +60,7 @@ def accuracy_by_stage(recorded: Result | None, now: Result) -> Figure:
             named = {"label": "the report allows at most (EM, F1)"} if stage == min(GATES) else {}
             ax.plot([stage - 0.45, stage + 0.45], [limit] * 2, color=COLOURS["target"], linewidth=2.5, **named)
         ax.set_title(TASKS[task].title)
-    name_recipes(axes[0][0])
+    name_recipes(axes[0][0], results)
     axes[0][0].set_ylabel("points of accuracy lost")
     full, title = results[0].result.summary.of("accuracy_pct", stage=0, task=tasks[0]), TASKS[tasks[0]].title
     fig.suptitle(f"{title}: what each stage loses of the full model's {full['value']:.0f} % (n = {full['n']})")

@@ -164,14 +164,17 @@ def _ring() -> list[Any]:
     return [withStroke(linewidth=5, foreground=LOOKS["your mechanism"].colour)]
 
 
-def over(recorded: Result | None, now: Result) -> list[DrawnResult]:
+def over(recorded: Result | None, now: Result | None) -> list[DrawnResult]:
     """The results that a figure draws, the record first: the reader's run stands over it, and before both the run of a
-    mechanism that the reader has changed. The own run is alone where there is no record, or where it is the record."""
-    results: list[tuple[Result, bool, Result | None]] = [(now, True, None)]
-    if recorded is not None and (recorded.path, recorded.started) != (now.path, now.started):
-        results.insert(0, (recorded, False, None))
-    if now.with_mechanism is not None:
-        results.append((now.with_mechanism, True, now))
+    mechanism that the reader has changed. The own run is alone where there is no record, or where it is the record; the
+    record is alone where nobody ran it."""
+    results: list[tuple[Result, bool, Result | None]] = []
+    if recorded is not None and (now is None or (recorded.path, recorded.started) != (now.path, now.started)):
+        results.append((recorded, False, None))
+    if now is not None:
+        results.append((now, True, None))
+        if now.with_mechanism is not None:
+            results.append((now.with_mechanism, True, now))
     count, points = len(results), set()
     return [
         DrawnResult(result, is_own, index, count, library, points)
