@@ -168,6 +168,15 @@ def test_an_axis_has_plain_numbers_at_1_2_and_5() -> None:
     assert not any(text.get_text() for text in axes.get_xticklabels(minor=True))
 
 
+def test_a_narrow_axis_has_numbers_between_1_and_2() -> None:
+    fig, axes = plot.panels(figsize=(6, 2))
+    axes.set(xscale="log", xlim=(0.95, 1.5))
+    plot.log_ticks(axes.xaxis)
+    fig.canvas.draw()
+    shown = [text.get_text() for text in axes.get_xticklabels() if 0.95 <= text.get_position()[0] <= 1.5]
+    assert shown == ["1", "1.1", "1.2", "1.4"]
+
+
 def test_figures_take_their_colours_from_the_table() -> None:
     """No module but the table writes a colour of its own, by code or by name; black and white mean nothing."""
     own = re.compile(r'"#[0-9A-Fa-f]{3,8}"|(?:color|colors|edgecolor|facecolor)="(?!black"|white"|none")\w+"')

@@ -178,10 +178,12 @@ def handle(**style: Any) -> Line2D:
 
 
 def log_ticks(axis: Axis) -> None:
-    """Plain numbers at 1, 2 and 5 times each power of ten, and nothing between them."""
+    """Plain numbers at 1, 2 and 5 times each power of ten, and nothing between them; an axis on which hardly two of
+    these lie has one for each tenth to fifth part."""
     from matplotlib.ticker import LogLocator
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 2.5 * low else (1, 1.1, 1.2, 1.4, 1.7, 2, 2.5, 4, 7, 9)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("")
 
