@@ -216,6 +216,7 @@ class Grown(NamedTuple):
 
     key: int
     depth: int = 10
+    arrived: int = 10
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:
         return LayerRecompute(layers, request.cached)

@@ -20,7 +20,7 @@ from firsttoken.study.system.openmp import give_back_threads
 if TYPE_CHECKING:
     from firsttoken.engine.engine import Engine
     from firsttoken.engine.executor import Transition, Version
-    from firsttoken.engine.request import KVSource
+    from firsttoken.engine.scheduler_state import KVSource
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class AsyncEngine:
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
     ``failed`` turns what a step raises into what open clients are told; it may wait. ``sources``, once set, says what
     is stored of how a prompt to a variant begins; only the engine's thread asks it. ``versions`` are variants of the
-    model by name, as far as they serve already.
+    model by name, as far as they serve already. Requests of which nobody reads drafts begin with ``final``, the whole
+    model, though its layers are still arriving.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class AsyncEngine:
         engine: Engine,
         failed: Callable[[Exception], Exception] = step_failure,
         versions: Mapping[str, Version] = MappingProxyType({}),
+        final: Version | None = None,
     ) -> None:
         self._engine, self._first = engine, engine.executor.version
         self._failed = failed
-        self.versions = versions
+        self.versions, self._final = versions, final
         self._streams: dict[int, Stream] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._closed = False
@@ -176,6 +178,8 @@ class AsyncEngine:
         asks = source is None and self.sources is not None and not sampling.prompt_logprobs
         source = self.sources(prompt, variant) if asks else source
         version = self.versions[variant] if variant else begun
+        if version is None and source is None and sampling.verify is not None and not sampling.drafts:
+            version, moves = self._final, moves and self._final is None
         stream.request = self._engine.submit(prompt, sampling, moves=moves, source=source, version=version)
         self._streams[stream.request.number] = stream
 

@@ -134,6 +134,9 @@ class Decoder:
         layers = _SegmentedLayers(self.segments, decoder, getattr(model.config, "layer_types", None) or ())
         self._decoder = _with_submodule(decoder, [lists[0]], nn.ModuleList([layers]))
         self._model = _with_submodule(model, path.split("."), self._decoder) if path else self._decoder
+        # what is run for its layers alone passes no norm, whose weight may be still on its way
+        norm = "norm" in self._decoder._modules
+        self._unnormed = _with_submodule(self._decoder, ["norm"], nn.Identity()) if norm else self._decoder
         self._width = model.config.hidden_size
         self._rotary: RotaryTable | None = None
         self._norm: Callable[[Tensor], Tensor] | None = None  # bound with the head
@@ -181,13 +184,13 @@ class Decoder:
         return self._rotary.lookup(hidden, step.positions, max(chunk.end for chunk in step.chunks))
 
     def run(self, step: StepPlan) -> None:
-        """Run ``step`` for the keys and values of its layers; what leaves them is thrown away.
+        """Run ``step`` for the keys and values of its layers, and what is ``leaving`` them.
 
         Raises RequestError for layers that the model does not have, and for hidden states that do not fit the step, or
         are missing where it begins behind the first layer.
         """
         self._check(step.layers, step.hidden, step.ids.shape[1])
-        self._decoder(**_inputs(step))
+        self._unnormed(**_inputs(step))
 
     def _check(self, layers: range, hidden: Tensor | None, tokens: int) -> None:
         depth, wanted = self.depth, (1, tokens, self._width)
@@ -244,7 +247,8 @@ class _SegmentedLayers(nn.Module):
         step.arguments = args, keywords | {"paged": step.paged}
         hidden = hidden if step.hidden is None else step.hidden
         if step.fused_recompute is None:
-            return self._run(hidden, step)
+            step.leaving = self._run(hidden, step)
+            return step.leaving
         redone = step.fused_recompute.both.layers
         hidden = self._run(hidden, step.through(range(redone.start)))
         hidden = step.fused_recompute.leave(self._run(step.fused_recompute.enter(hidden), step.fused_recompute.both))

@@ -14,8 +14,8 @@ from firsttoken.engine.drafts import settle
 from firsttoken.engine.executor import Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
-from firsttoken.engine.request import GREEDY, Kind, KVSource, Phase, Request, Sampling, ScheduledChunk, split_decodes
-from firsttoken.engine.scheduler_state import Victim, victim_named
+from firsttoken.engine.request import GREEDY, Kind, Phase, Request, Sampling, ScheduledChunk, split_decodes
+from firsttoken.engine.scheduler_state import KVSource, Victim, victim_named
 from firsttoken.engine.schedulers.sarathi import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, without_garbage_collection
@@ -57,7 +57,8 @@ DEFAULT_CONFIG = EngineConfig()
 
 def check_admission(request: Request, source: KVSource | None, executor: Executor, pool: BlockPool) -> None:
     """Raises RequestError for more tokens than the model's context or ``pool`` can ever hold, a token outside the
-    vocabulary, and a ``source`` of all tokens of the prompt or more, or of a prompt whose own chances are asked for."""
+    vocabulary, and a ``source`` of all tokens of the prompt or more, of a prompt whose own chances are asked for, or
+    for a version whose layers are still arriving."""
     limits, most = executor.limits, request.prompt_tokens + request.sampling.max_tokens
     demand = f"a prompt of {request.prompt_tokens} tokens and {request.sampling.max_tokens} new ones"
     if most > limits.context:
@@ -77,6 +78,8 @@ def check_admission(request: Request, source: KVSource | None, executor: Executo
         )
     if request.sampling.prompt_logprobs:
         raise RequestError("a prompt with a stored prefix has no prompt_logprobs; leave these out, or the source")
+    if (version := request.version or executor.version) is not None and version.arrived < version.depth:
+        raise RequestError("a stored prefix is of a model that is here, and layers are on their way; leave it out")
 
 
 # Steps that are alike, taken at once: as long as all who run decode and nobody comes or ends, a simulation only adds
@@ -254,8 +257,10 @@ class Engine:
         """
         self.executor.version, lost = version, []
         for request in list(self._open.values()):
-            verifies = request.sampling.verify is not None
-            if not (request.moves or verifies) or request.version in (None, version):
+            if request.version in (None, version):
+                continue
+            verifies = request.sampling.verify is not None and not request.version.whole
+            if not (request.moves or verifies):
                 continue
             if request.phase is Phase.DRAFTED and not version.whole:
                 continue  # it has nothing to compute again but for the one that verifies it

@@ -40,11 +40,13 @@ class SwapIn(Protocol):
 
 class Version(Protocol):
     """A model as it is now, which requests compute with. ``key`` tells it from every other, ``stage`` (0: it has none)
-    says how far it has grown, ``depth`` how many layers it has, and ``whole`` that it verifies what others draft."""
+    says how far it has grown, ``depth`` how many layers it has, ``arrived`` how many of the first ones compute already,
+    and ``whole`` that it verifies what others draft."""
 
     key: int | str
     stage: int
     depth: int
+    arrived: int
     whole: bool
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:

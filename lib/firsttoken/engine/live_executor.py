@@ -165,8 +165,9 @@ class LiveExecutor:
         """One forward pass for each version, over the new tokens of all its ``chunks``, laid end to end.
 
         The variants of a base have one pass where the kernels can run them together. What is redone
-        in some layers, from hidden states that it brings, joins it there; other redone chunks go through their layers
-        in a pass of their own. The other layers' keys and values stay what they are.
+        in some layers, from hidden states that it brings, joins it there; other redone chunks, and those of prompts
+        that follow arriving layers, go through their layers in a pass of their own. The other layers' keys and values
+        stay what they are.
 
         Raises RequestError as ``Decoder.run``, and ModelError once closed.
         """
@@ -181,7 +182,8 @@ class LiveExecutor:
             if full_chunks := parts.pop(None, []):
                 # Only a group that begins above the embedding brings hidden states that can be laid beside the step's
                 # own, and a step takes one such group.
-                joins = next((layers for layers in parts if layers.start), None)
+                redone = ((layers, group[0].redo) for layers, group in parts.items())
+                joins = next((layers for layers, redo in redone if layers.start and redo.leave is None), None)
                 step = self.plan(version, full_chunks)
                 if joins:
                     fuse_recompute(step, parts.pop(joins), partial(self.plan, version))
@@ -189,7 +191,11 @@ class LiveExecutor:
             for layers, group_chunks in parts.items():
                 step = self.plan(version, group_chunks)
                 step.redo(layers)
-                version.decoder.run(step)
+                if any(chunk.redo.says for chunk in group_chunks):
+                    tokens |= self._next_tokens(version, step)
+                else:
+                    version.decoder.run(step)
+                    step.leave()
         return [tokens[chunk.request.number] for chunk in chunks]
 
     def _recomputed_layers(self, redo: LayerRecompute | None) -> range | None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from firsttoken.engine.executor import Version
     from firsttoken.engine.live_executor import LiveExecutor
     from firsttoken.engine.preemption.preemption_policy import Recovery
-    from firsttoken.engine.request import KVSource
+    from firsttoken.engine.scheduler_state import KVSource
 
 Versions = Mapping[str, "Version"]  # variants of a model by name
 NO_VERSIONS: Versions = MappingProxyType({})
@@ -325,13 +325,14 @@ class LoadingServer(EngineServer):
         failed: Callable[[Exception], Exception] = step_failure,
         recovered: Callable[[Recovery], None] | None = None,
         versions: Versions = NO_VERSIONS,
+        final: Version | None = None,
     ) -> AsyncEngine:
         """Start the engine for the requests that wait and those that come; arguments as for :class:`Engine` and
         :class:`AsyncEngine`."""
         from firsttoken.engine.engine import Engine
 
         engine = Engine(executor, self.limits.engine, policy=self.limits.preemption, recovered=recovered)
-        server = AsyncEngine(engine, failed, versions)
+        server = AsyncEngine(engine, failed, versions, final)
         loops_on_one_core()  # layers are fused in this thread while others are computed with
         with self._change:
             self._server = server

@@ -3,7 +3,7 @@ request has one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import ClassVar
 
@@ -20,10 +20,12 @@ class ModelVersion:
 
     A variant has the weights of its ``base``, and an adapter: a step may take requests of both. ``key`` tells it from
     every other version: keys and values are shared only under one key. ``attend`` is how its attention is computed,
-    None as the executor's. It is ``whole`` unless better versions are to come.
+    None as the executor's. It is ``whole`` unless better versions are to come. While its layers arrive ``arrival`` says
+    how many of the first ones are there.
     """
 
     whole = True
+    arrival: Callable[[], int] | None = None
 
     _keys: ClassVar[count] = count()
 
@@ -44,6 +46,11 @@ class ModelVersion:
     @property
     def depth(self) -> int:
         return self.decoder.depth
+
+    @property
+    def arrived(self) -> int:
+        """Return how many of its first layers compute already."""
+        return self.depth if self.arrival is None else self.arrival()
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of the request beside its blocks."""

@@ -3,55 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from firsttoken.study.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-
-
-# What brings the keys and values of a request's first tokens from elsewhere.
-
-
-class KVSource(Protocol):
-    """A source of what is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed
-    again.
-
-    A source brings the hidden states that enter the first of these, if they are not the embedding's, and then every
-    other layer's keys and values. The engine's thread asks it between two steps and never waits for it.
-    """
-
-    tokens: int
-    redo: range
-
-    def begin(self) -> None:
-        """Begin to bring what is stored."""
-
-    def hidden_states(self) -> Tensor | None:
-        """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
-
-        Raises FirstTokenError when they will not come any more.
-        """
-
-    def arrived(self) -> list[tuple[int, Tensor]]:
-        """Return the (layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since the last
-        call.
-
-        Raises FirstTokenError when no more will come, and not all has.
-        """
-
-    @property
-    def complete(self) -> bool:
-        """Return whether ``arrived`` has told of every layer that is not computed again."""
-
-    def close(self) -> None:
-        """Stop bringing, as nothing more is wanted; may be called twice."""
 
 
 # How likely a model thought a token, as OpenAI's interface reports it.
@@ -92,20 +54,24 @@ class TokenSpan(NamedTuple):
 
 
 class LayerRecompute(NamedTuple):
-    """Work that a request has to do once more: its first ``end`` tokens through ``layers`` (0-based).
+    """Work of a request in some layers, most often once more: its first ``end`` tokens through ``layers`` (0-based).
 
-    ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids.
+    ``hidden`` [1, end, hidden] enters the first of them; None where that is what the model makes of the ids. Of a
+    prompt that follows layers which arrive, ``leave`` is given what leaves the last of ``layers``, the number of the
+    first token and states [tokens, hidden]; the last ones of the model then say the next token (``says``).
     """
 
     layers: range
     end: int
     hidden: Tensor | None = None
+    leave: Callable[[int, Tensor], None] | None = None
+    says: bool = False
 
 
 class ScheduledChunk(NamedTuple):
     """Tokens [start, end) of ``request`` in the coming step; those before ``computed`` were computed before.
 
-    With a ``redo`` they go through its layers only, and nothing is said.
+    With a ``redo`` they go through its layers only, and nothing is said unless it says so.
     """
 
     request: Request
@@ -122,7 +88,7 @@ class ScheduledChunk(NamedTuple):
     @property
     def completes(self) -> bool:
         """Return whether the step gives the request its next token."""
-        return self.redo is None and self.end == len(self.request.tokens)
+        return (self.redo is None or self.redo.says) and self.end == len(self.request.tokens)
 
     @property
     def decodes(self) -> bool:
@@ -136,9 +102,8 @@ class ScheduledChunk(NamedTuple):
         None where nobody asked, or where they were kept before: a request that was preempted reads its prompt again.
         """
         request = self.request
-        if not request.sampling.prompt_logprobs or self.redo is not None:
-            return range(0)
-        if request.drafting:
+        silent = self.redo is not None and not self.redo.says
+        if not request.sampling.prompt_logprobs or silent or request.drafting:
             return range(0)
         return range(max(self.start, len(request.prompt_logprobs)), min(self.end, request.prompt_tokens - 1))
 
@@ -210,7 +175,8 @@ class Sampling:
     ``logit_bias`` (token id, what is added to its logit) and the penalties as in
     :func:`firsttoken.engine.draws.choose`. With ``verify`` what a stage of a growing model says is a draft. Of a draw
     the whole model keeps, by "equal", what it would draw with the same random number, so that a seed gives one text;
-    by "distribution" more, and the text is distributed as its own.
+    by "distribution" more, and the text is distributed as its own. Without ``drafts`` nobody reads these, and there
+    are none where the prompt can follow the layers of the whole model as they arrive.
     """
 
     max_tokens: int = 16
@@ -230,6 +196,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     verify: Literal["equal", "distribution"] | None = None
+    drafts: bool = True
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -334,8 +301,11 @@ class Request:
 
     @property
     def layer_share(self) -> float:
-        """The share of the model's layers that its next tokens go through: less than 1 where some are redone."""
-        some = self.redo is not None and self.version is not None
+        """The share of the model's layers that its next tokens go through: less than 1 where some are redone.
+
+        Tokens that follow arriving layers count as whole ones up to the last: nobody waits for a long step then.
+        """
+        some = self.redo is not None and self.version is not None and (self.redo.leave is None or self.redo.says)
         return len(self.redo.layers) / self.version.depth if some else 1.0
 
     @property

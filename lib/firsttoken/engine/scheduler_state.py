@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.engine.executor import Executor
-from firsttoken.engine.request import KVSource, LayerRecompute, Phase, Request
+from firsttoken.engine.request import LayerRecompute, Phase, Request
 from firsttoken.study.errors import CacheError, FirstTokenError, ProfileError, RequestError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.policy_file import PolicyKind
@@ -103,6 +104,41 @@ class Queues:
 # A cache from elsewhere: keys and values of how a request begins, computed by another model or at another time.
 
 
+class KVSource(Protocol):
+    """A source of what is stored of the first ``tokens`` tokens of a request; the layers in ``redo`` are computed
+    again.
+
+    A source brings the hidden states that enter the first of these, if they are not the embedding's, and then every
+    other layer's keys and values. The engine's thread asks it between two steps and never waits for it.
+    """
+
+    tokens: int
+    redo: range
+
+    def begin(self) -> None:
+        """Begin to bring what is stored."""
+
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states [1, tokens or more, hidden] that enter the first of ``redo``, once they are there.
+
+        Raises FirstTokenError when they will not come any more.
+        """
+
+    def arrived(self) -> list[tuple[int, Tensor]]:
+        """Return the (layer, keys and values [2, 1, kv_heads, tokens or more, head_dim]) that have come since the last
+        call.
+
+        Raises FirstTokenError when no more will come, and not all has.
+        """
+
+    @property
+    def complete(self) -> bool:
+        """Return whether ``arrived`` has told of every layer that is not computed again."""
+
+    def close(self) -> None:
+        """Stop bringing, as nothing more is wanted; may be called twice."""
+
+
 class PendingPrefix:
     """The stored beginning of ``request`` that ``source`` brings, from its arrival until nothing more is wanted.
 
@@ -183,3 +219,45 @@ class PendingPrefix:
         if (complete := self._source.complete) and self._missing_layers:
             raise CacheError(f"a stored prefix ended without layer {min(self._missing_layers)}; store it again")
         return complete
+
+
+# Prefill behind the layers: a model that is still arriving computes what it has.
+
+
+class LayerwisePrefill:
+    """The prefill of ``request`` through the layers of its version as they arrive: all tokens through those that are
+    there, and, from the hidden states that leave them, through the next ones. The last ones say the first token.
+
+    It stands among pending prefixes, of which a request has nothing to compute either until more has come.
+    """
+
+    def __init__(self, request: Request) -> None:
+        from firsttoken.engine.hidden_state_cache import HiddenStateCache  # here: it imports torch
+
+        self.request, self._reached, self._states = request, 0, HiddenStateCache(())
+        self.begun = self.closed = False
+
+    def begin(self) -> None:
+        """Note that the request has blocks for all its tokens."""
+        self.begun = True
+
+    def close(self) -> None:
+        """Note that the request follows no more layers; may be called twice."""
+        self.closed = True
+
+    def poll(self, executor: Executor) -> bool:
+        """Return whether the request has something to compute: it is on its way through some layers, or more have
+        come. This is closed once it is on its way through the last."""
+        request, version, number = self.request, self.request.version, self.request.number
+        if request.redo is not None:
+            return True
+        first, last = self._reached, version.arrived
+        request.cached = request.computed = 0  # in the layers to come
+        if last <= first:
+            return False
+        hidden = self._states.of(number, first) if first else None
+        self._states.drop(number)
+        self._reached, self.closed = last, last == version.depth
+        leave = partial(self._states.keep, number, last)
+        request.redo = LayerRecompute(range(first, last), len(request.tokens), hidden, leave, self.closed)
+        return True

@@ -21,9 +21,9 @@ class StepPlan:
     """``chunks`` laid end to end, those of fewer tokens first, and what every layer needs to know of them.
 
     Of ``layers`` those run that are there; ``hidden`` [1, tokens, hidden] enters the first of them, or what the model
-    makes of the ids. ``hidden_cache``, if given, keeps what enters theirs. ``paged`` reads and writes the pool. Others
-    are ``fused_recompute`` to a step through all layers in some of these. Its tokens may be of several ``variants`` of
-    the model, all of whose layers then run in one call.
+    makes of the ids, and ``leaving`` has left the last. ``hidden_cache``, if given, keeps what enters theirs. ``paged``
+    reads and writes the pool. Others are ``fused_recompute`` to a step through all layers in some of these. Its tokens
+    may be of several ``variants`` of the model, all of whose layers then run in one call.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -33,6 +33,7 @@ class StepPlan:
     paged: Attend
     layers: range
     hidden: Tensor | None = None
+    leaving: Tensor | None = None
     hidden_cache: HiddenStateCache | None = None
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))  # of every layer, by the model's code
     fused_recompute: FusedRecompute | None = None
@@ -78,6 +79,14 @@ class StepPlan:
         """Run ``layers`` only, from the hidden states that the chunks bring for the first of them."""
         self.layers = layers
         self.hidden = recompute_inputs(self.chunks)
+
+    def leave(self) -> None:
+        """Give the chunks that go on with it later what has left the layers."""
+        first = 0
+        for chunk in self.chunks:
+            if chunk.redo.leave is not None:
+                chunk.redo.leave(chunk.start, self.leaving[0, first : first + chunk.tokens])
+            first += chunk.tokens
 
     def through(self, layers: range) -> StepPlan:
         """Return this step through other ``layers``."""

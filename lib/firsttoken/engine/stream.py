@@ -12,7 +12,8 @@ from firsttoken.engine.request import Sampling
 from firsttoken.study.errors import EngineError, FirstTokenError, RequestError, first_line
 
 if TYPE_CHECKING:
-    from firsttoken.engine.request import KVSource, Request, TokenLogprob
+    from firsttoken.engine.request import Request, TokenLogprob
+    from firsttoken.engine.scheduler_state import KVSource
 
 Submission = tuple[Sequence[int], Sampling, bool, str, "KVSource | None"]  # as AsyncEngine.add has them
 

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from firsttoken.engine.draws import choose
-from firsttoken.engine.request import GREEDY, KVSource, Sampling
+from firsttoken.engine.request import GREEDY, Sampling
+from firsttoken.engine.scheduler_state import KVSource
 from firsttoken.engine.stream import Stream, Submission, TokenEvent, step_failure
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.system.openmp import give_back_threads

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from firsttoken.droidspeak.layer_group import Group
-from firsttoken.engine.request import KVSource
+from firsttoken.engine.scheduler_state import KVSource
 from firsttoken.study.errors import CacheError
 
 

@@ -150,6 +150,7 @@ class Answers:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             verify=self._rule,
+            drafts=request.provisional is not False,
         )
         session = self._server.submit(
             ids, sampling, request.upgrade, events=self._inbox.slot(number), variant=self._variant

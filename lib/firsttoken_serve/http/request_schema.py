@@ -132,8 +132,8 @@ class ServedRequest:
     ``temperature`` 0 is greedy, and 1 the default, as with OpenAI; without a ``seed`` each answer draws one of its own.
     With ``ignore_eos`` no token ends an answer but those of ``stop_token_ids``, and before it has ``min_tokens`` none
     does, and no text. Prompts share what was computed of equal beginnings with those of the same ``cache_salt`` only.
-    With ``provisional``, whatever its value, what a stage says is a draft that the whole model verifies; drafts are
-    sent where it is true.
+    With ``provisional``, whatever its value, an answer is the whole model's; what a stage says is a draft of it, which
+    is sent where ``provisional`` is true and made at all only where the prompt cannot follow the layers that arrive.
     """
 
     neutral: ClassVar[Table]

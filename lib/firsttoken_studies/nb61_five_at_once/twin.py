@@ -71,7 +71,8 @@ class TwinVersion:
     _keys = count()
 
     def __init__(self, depth: int, layers: frozenset[int], first_borrowed: int) -> None:
-        self.depth, self.layers, self.here = depth, layers, first_borrowed
+        self.depth = self.arrived = depth
+        self.layers, self.here = layers, first_borrowed
         self.key = next(self._keys)
 
     def redo(self, request: Request, layers: range) -> LayerRecompute:

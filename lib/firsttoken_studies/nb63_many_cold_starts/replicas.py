@@ -119,6 +119,10 @@ class ServedStage(NamedTuple):
     def key(self) -> int:
         return self.stage
 
+    @property
+    def arrived(self) -> int:
+        return self.depth
+
     def redo(self, request: Request, layers: range) -> LayerRecompute:
         """Compute all that is cached again: an adapter that changes with the stage touches every layer."""
         return LayerRecompute(layers, request.redo.end if request.redo else request.cached)

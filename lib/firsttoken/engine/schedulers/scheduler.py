@@ -15,8 +15,8 @@ from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.drafts import take_draft
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
-from firsttoken.engine.request import KVSource, Phase, Request, ScheduledChunk
-from firsttoken.engine.scheduler_state import PendingPrefix, Queues, Victim
+from firsttoken.engine.request import Phase, Request, ScheduledChunk
+from firsttoken.engine.scheduler_state import KVSource, LayerwisePrefill, PendingPrefix, Queues, Victim
 from firsttoken.study.errors import ProfileError
 
 
@@ -80,7 +80,7 @@ class Scheduler(Queues, ABC):
         self.prefixes = prefixes
         self.planned: list[ScheduledChunk] = []  # for the coming step, by now
         self.preempted = 0  # how often so far
-        self.pending: dict[int, PendingPrefix] = {}  # by the number of the request that it is of
+        self.pending: dict[int, PendingPrefix | LayerwisePrefill] = {}  # by the number of the request that it is of
 
     @classmethod
     def check(cls, config: SchedulerConfig) -> None:
@@ -104,24 +104,28 @@ class Scheduler(Queues, ABC):
     def admit(self, *, reserve: bool = False) -> Request | None:
         """The first waiting request, running now, with blocks for all its tokens; None when there is no room.
 
-        ``reserve`` takes blocks for as many tokens as it may ever have.
+        ``reserve`` takes blocks for as many tokens as it may ever have. Those that can be answered go before prompts
+        that follow layers as they arrive, which make room for them.
         """
-        if not self.waiting or self.full >= self.config.requests:
-            return None
-        request = self.waiting[0]
-        tokens = request.most_cached if reserve else len(request.tokens)
-        shared = [] if request.number in self.pending else self._shared(request)
-        blocks = self.pool.allocate(self._missing(request, tokens) - len(shared), admission=True, shared=shared)
-        if blocks is None:
-            return None
-        request.blocks = blocks
-        if self.prefixes is not None:
-            self.prefixes.admitted(request, len(shared))
-        if request.number in self.pending:
+        while self.waiting:
+            request = next((first for first in self.waiting if not self._follows_layers(first)), self.waiting[0])
+            layerwise = self._follows_layers(request)
+            shared = [] if layerwise or request.number in self.pending else self._shared(request)
+            tokens = (request.most_cached if reserve else len(request.tokens)) - len(shared) * self.block_tokens
+            while (blocks := self._blocks(request, tokens, shared)) is None:
+                if layerwise or not self._make_room():
+                    return None
+            request.blocks = blocks
+            if self.prefixes is not None:
+                self.prefixes.admitted(request, len(shared))
+            if layerwise:
+                request.version = request.version or self.preemptor.executor.version
+                self.pending[request.number] = LayerwisePrefill(request)
+            if request.number not in self.pending:
+                self.move_to(request, Phase.RUNNING)
+                return request
             self._begin_prefix(request)
-            return self.admit(reserve=reserve)
-        self.move_to(request, Phase.RUNNING)
-        return request
+        return None
 
     def prefills(self, *, reserve: bool = False, admit: bool = True) -> list[ScheduledChunk]:
         """Return the prefills that have begun and, with ``admit``, whole prompts until requests, blocks or the prefill
@@ -189,9 +193,8 @@ class Scheduler(Queues, ABC):
         Where the first does not fit the others wait too, unless ``config.overtake`` lets any that fits go ahead.
         """
         for request in sorted(self.swapped, key=lambda request: request.order):
-            if self.full >= self.config.requests:
-                return
-            blocks = self.pool.allocate(self._missing(request, request.cached + 1), admission=True)
+            while (blocks := self._blocks(request, request.cached + 1)) is None and self._make_room():
+                pass
             if blocks is not None:
                 request.blocks = blocks
                 if self.prefixes is not None:
@@ -215,8 +218,8 @@ class Scheduler(Queues, ABC):
 
     @property
     def awaiting(self) -> bool:
-        """Return whether any request has blocks, and a prefix on its way into them."""
-        return any(prefix.begun for prefix in self.pending.values())
+        """Return whether any request has blocks, and a prefix or layers on the way, or waits to follow layers."""
+        return any(prefix.begun for prefix in self.pending.values()) or any(map(self._follows_layers, self.waiting))
 
     def expect(self, request: Request, source: KVSource, depth: int | None) -> None:
         """Note that ``source`` brings the beginning of ``request``, which is about to arrive. Raises as
@@ -234,7 +237,8 @@ class Scheduler(Queues, ABC):
             phase = Phase.RUNNING if prefix.poll(self.preemptor.executor) else Phase.RESTORING
             if prefix.closed:
                 del self.pending[request.number]
-            if phase is not request.phase:
+            # those that follow layers stay in the order in which they came
+            if phase is not request.phase or isinstance(prefix, LayerwisePrefill):
                 self.move_to(request, phase)
         for request in [request for request in self.restoring if request.number not in self.pending]:
             if self.preemptor.poll(request, wait=wait):
@@ -338,6 +342,8 @@ class Scheduler(Queues, ABC):
         if request.cached < len(request.blocks) * self.block_tokens:
             return True
         while (blocks := self.pool.allocate(self._missing(request, request.cached + 1))) is None:
+            if self._make_room():
+                continue
             fixed = {chunk.request.number for chunk in self.planned}
             victim = self.victim([other for other in self.running if other.number not in fixed])
             self.preempt(victim)
@@ -345,6 +351,30 @@ class Scheduler(Queues, ABC):
                 return False
         request.blocks += blocks
         return True
+
+    def _follows_layers(self, request: Request) -> bool:
+        """Return whether layers that ``request`` computes with are still to come."""
+        version = request.version or self.preemptor.executor.version
+        return version is not None and version.arrived < version.depth
+
+    def _blocks(self, request: Request, tokens: int, shared: Sequence[int] = ()) -> list[int] | None:
+        """The ``shared`` blocks and others for ``tokens`` tokens, or None where ``request`` cannot begin now."""
+        if self.full >= self.config.requests:
+            return None
+        return self.pool.allocate(self._missing(request, tokens), admission=True, shared=shared)
+
+    def _make_room(self) -> bool:
+        """Take the blocks of the prompt that followed arriving layers last, which begins anew once there is room;
+        return whether there was one."""
+        fixed = {chunk.request.number for chunk in self.planned}
+        for number, prefill in reversed(self.pending.items()):
+            if isinstance(prefill, LayerwisePrefill) and number not in fixed:
+                self.preempted += 1
+                self._release(prefill.request)
+                self._forget(prefill.request)
+                self.requeue_first(prefill.request)
+                return True
+        return False
 
     def _shared(self, request: Request) -> list[int]:
         return [] if self.prefixes is None else self.prefixes.find(request)

@@ -59,12 +59,12 @@ class StageLoad:
         builder: WeightBuilder | None = None,
     ) -> None:
         self._manifest, self._meta_model = manifest, meta_model
-        self._parts = parts_of(manifest, stages)
+        self.parts = parts_of(manifest, stages)
         adapters = adapter_blobs(folder, manifest, stages)
         if builder is None:
             blobs = adapters + part_blobs(folder, manifest, stages)
             if meta_model.device.type == "cpu":
-                memory = cpu_memory(all(part.refines for part in self._parts), len(links))
+                memory = cpu_memory(all(part.refines for part in self.parts), len(links))
             else:  # with several links files are read long before their turn, and hold their buffers until then
                 buffers = BUFFERS if len(links) == 1 else max(1, len(blobs))
                 memory = memory_for(meta_model.device, max((blob.bytes for blob in blobs), default=0), buffers)
@@ -73,9 +73,10 @@ class StageLoad:
             )
             builder = WeightBuilder(manifest, stages, reader, meta_model.device, meta_model.dtype, memory)
         self._builder = builder
-        self._placed: list[Future[torch.cuda.Event | None]] = [Future() for _ in self._parts]
+        self._placed: list[Future[torch.cuda.Event | None]] = [Future() for _ in self.parts]
         self.failure: Exception | None = None
         """What ended the load before it was whole; what a forward pass behind its layers raises then is this."""
+        self._placed_count = 0  # of these, so far
         self._targets: dict[int | str, nn.Module] = {}
         self.stalled_s = 0.0  # that forward passes inside streaming() waited
         self._placing_s = 0.0
@@ -101,7 +102,7 @@ class StageLoad:
 
     def _assemble(self, previous: StageView, stage: int, adapter: Adapter | None) -> StageView:
         base, end_modules = list(previous.base), dict(previous.ends)
-        for part in self._parts:
+        for part in self.parts:
             if part.layer is not None:
                 # A layer that serves already takes other weights in a copy: requests may stay with the earlier stage,
                 # which goes on with its own. (What refines weights changes these themselves, for all stages.)
@@ -109,14 +110,14 @@ class StageLoad:
                 old = base[part.layer] if present else self._meta_model.layers[part.layer]
                 base[part.layer] = shared_copy(old, own_parameters=True) if present else old
                 self._targets[part.layer] = base[part.layer]
-        if previous.stage and any(part.layer is None for part in self._parts):
+        if previous.stage and any(part.layer is None for part in self.parts):
             end_modules = {name: shared_copy(module, own_parameters=True) for name, module in end_modules.items()}
         self._targets |= end_modules
         return make_view(stage, base, end_modules, adapter)
 
     def _place_all(self) -> None:
         try:
-            for placed, part in zip(self._placed, self._parts, strict=True):
+            for placed, part in zip(self._placed, self.parts, strict=True):
                 placed.set_result(self._to_device(part, self._builder.next_part()))
             brought = self._manifest.stages[: self.view.stage]
             check_loaded(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
@@ -168,7 +169,7 @@ class StageLoad:
         what is left saves more by it than the change costs.
         """
         with ExitStack() as gates:
-            for index, part in enumerate(self._parts):
+            for index, part in enumerate(self.parts):
                 for module in self._gated(part):
                     gates.callback(module.register_forward_pre_hook(self._gate(index)).remove)
             gates.callback(lambda: self._compute_with(self._all_cores))
@@ -190,7 +191,7 @@ class StageLoad:
         def wait(*_: object) -> None:
             start = time.perf_counter()
             # if all took as long as the last
-            remaining_s = max(0.0, start - self._computing_s) * (len(self._parts) - index)
+            remaining_s = max(0.0, start - self._computing_s) * (len(self.parts) - index)
             self.await_part(index)
             if self._meta_model.device.type == "cpu":
                 self._all_cores = self._all_cores or torch.get_num_threads()
@@ -209,6 +210,16 @@ class StageLoad:
         if event := self._placed[index].result():
             torch.cuda.current_stream(self._meta_model.device).wait_event(event)
 
+    def placed_parts(self) -> int:
+        """Return how many of the first parts are in their places; the thread that asks may compute with them."""
+        while self._placed_count < len(self._placed):
+            future = self._placed[self._placed_count]
+            if not future.done() or future.exception() is not None:
+                break
+            self.await_part(self._placed_count)
+            self._placed_count += 1
+        return self._placed_count
+
     @property
     def arrived(self) -> bool:
         """Return whether nothing is waited for any more: every weight is in its place, or the load failed."""
@@ -224,6 +235,6 @@ class StageLoad:
         self._builder.reader.close()
         if self.failure:
             raise self.failure
-        for index in range(len(self._parts)):
+        for index in range(len(self.parts)):
             self.await_part(index)
         return self.view

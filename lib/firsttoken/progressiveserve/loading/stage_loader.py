@@ -39,7 +39,8 @@ class StageLoader:
         self._closed = False
         self._loading: StageLoad | None = None
         self._ahead: dict[int, tuple[BlobReader, Memory]] = {}  # by stage, begun before its turn
-        self._reached = 0  # the stage whose load has begun
+        self._reached = self._finished = 0  # the stage whose load has begun, and the one that is there
+        self._arrived: dict[tuple[int, int | None, int], int] = {}  # by what there is, the first layers of a stage
         self._builder: WeightBuilder | None = None  # of stage 1, begun before there is a model
         self.manifest: Manifest
         self.meta_model: MetaModel
@@ -64,7 +65,7 @@ class StageLoader:
         """Return the number of the stages; the number of their bytes is known then. Raises ModelError and
         StageError."""
         manifest = self.manifest = read_manifest(self.folder)
-        stages = range(1, len(manifest.stages) + 1)
+        self._finished, self._arrived, stages = 0, {}, range(1, len(manifest.stages) + 1)
         every = [blobs(self.folder, manifest, [stage]) for stage in stages for blobs in (adapter_blobs, part_blobs)]
         self.bytes_total = sum(blob.bytes for blobs in every for blob in blobs)
         return len(stages)
@@ -84,6 +85,13 @@ class StageLoader:
     def refines(self) -> bool:
         """Return whether a later stage changes weights that are there."""
         return any(part.refines for stage in self.manifest.stages for part in stage.parts)
+
+    @property
+    def brings_once(self) -> bool:
+        """Return whether each layer comes once, as the last stage computes with it, and the ends with the first."""
+        stages = self.manifest.stages
+        layers = [{part.layer for part in stage.parts} for stage in stages]
+        return stages[-1].adapter is None and sum(map(len, layers)) == len(set().union(*layers))
 
     def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
         """The model before its weights, which are read meanwhile; ``begun`` returns their builder where somebody else
@@ -133,7 +141,22 @@ class StageLoader:
         """Return the view of what ``load`` brings, once it is whole. Raises what the load raises."""
         view = load.wait()
         self._loading = None  # the load holds its stage's layers
+        self._finished = view.stage
         return view
+
+    def arrived(self, stage: int) -> int:
+        """Return how many of the first layers of ``stage`` are in their places; the engine's thread asks."""
+        depth = self.meta_model.model.config.num_hidden_layers
+        last, count = self._finished, None  # read before the load, which ends before this changes
+        if stage <= last:
+            return depth
+        if (load := self._loading) is not None:
+            last, count = load.view.stage, load.placed_parts()
+        if (key := (last, count, stage)) not in self._arrived:  # asked by every request, each millisecond
+            absent = [] if load is None else load.parts[count:]
+            absent += [part for later in self.manifest.stages[last:stage] for part in later.parts]
+            self._arrived[key] = min((part.layer for part in absent if part.layer is not None), default=depth)
+        return self._arrived[key]
 
     def ended_by(self, error: Exception) -> bool:
         """Return whether ``error`` is what ended the load that was under way."""

@@ -55,6 +55,7 @@ class StagedServer(LoadingServer):
         self._gates = ExitStack()  # at layers that have not arrived
         self._status_written = threading.Event()  # the status says what the clients are about to hear
         self._last: StagedModelVersion  # that was made; stage 1 makes the first
+        self._final: StagedModelVersion | None = None  # the last stage, whose layers arrive
         self._fused: FusedBeside = {}
 
     def close(self) -> None:
@@ -81,7 +82,7 @@ class StagedServer(LoadingServer):
     def _begin(self) -> bool:
         load = self._load_first()
         self._status_written.clear()
-        server = self._run(self._live, self._client_error, self._note_recovery)
+        server = self._run(self._live, self._client_error, self._note_recovery, final=self._final)
         self._loader.finish(load)
         server.call(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
@@ -90,7 +91,7 @@ class StagedServer(LoadingServer):
         return True
 
     def _load_first(self) -> StageLoad:
-        """Begin to load the first stage; what runs it waits at each layer until that is there."""
+        """Begin to load the first stage; what runs it follows its layers, or waits at each until that is there."""
         self._gates.close()  # of an attempt that failed
         self._stages = self._loader.plan()
         self._bytes_total = self._loader.bytes_total
@@ -98,8 +99,26 @@ class StagedServer(LoadingServer):
         load = self._loader.load(self._first, meta_model.empty_view())
         self._live = self._executor(meta_model.model, meta_model.device)
         self._gates.enter_context(load.streaming())
+        self._final = self._final_version(load.view)
         self._live.version = self._last = self._view(load.view)
+        with self._change:
+            tokens, engine = sum(len(prompt) for prompt, *_ in self._open.values()), self.limits.engine
+        # One step at the gates is 30 ms sooner for a prompt of 64 tokens (SmolLM2-135M's shape, two cores), and lets
+        # prompts share what one of them computes.
+        if tokens > engine.token_budget and not engine.share_prefixes:
+            self._last.arrival = partial(self._loader.arrived, self._first)
         return load
+
+    def _final_version(self, first: StageView) -> StagedModelVersion | None:
+        """The last stage, which prompts follow as it arrives; None where this is the ``first``, or changes layers that
+        an earlier one has brought, which are not exact then."""
+        from firsttoken.progressiveserve.loading.views import make_view
+
+        if not self._recover or first.stage == self._stages or not self._loader.brings_once:
+            return None
+        version = self._view(make_view(self._stages, list(self._loader.meta_model.layers), first.ends))
+        version.arrival = partial(self._loader.arrived, self._stages)
+        return version
 
     def _build(self) -> MetaModel:
         return self._loader.build()
@@ -124,7 +143,11 @@ class StagedServer(LoadingServer):
         if view is None:
             return False
         self._note(stage, "arrived")
-        self._last = self._view(view)
+        if self._final is not None and stage == self._stages:
+            self._last, self._last.modules = self._final, view
+            view.activate(self._loader.meta_model.model)
+        else:
+            self._last = self._view(view)
         self._last.use_fused(self._fused)
         self._compare(stage)
         self._server.call_soon(partial(self._switch_to, self._last, self._variants()))
@@ -144,6 +167,8 @@ class StagedServer(LoadingServer):
         if self._loader.refines or not self._loader.fits_twice:
             return
         for _ in self._last.fuse_beside(self._fused):
+            if self._final is not None:
+                self._final.use_fused(self._fused)
             if self._closing.is_set():
                 return
 
