@@ -14,7 +14,7 @@ from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile, load_profile
 from firsttoken.study.stats import bootstrap
 from firsttoken_studies import ledger
-from firsttoken_studies.record.results import pick, read_result
+from firsttoken_studies.record.results import pick
 from firsttoken_studies.sarathi.contest import CapacityBenchmark
 from firsttoken_studies.sarathi.leaderboard import enters, ranking, record_table
 
@@ -39,8 +39,8 @@ def test_a_newcomer_enters_when_its_interval_clears_the_holders() -> None:
 
 
 def test_the_table_is_of_recorded_results() -> None:
-    (path,) = paths.RECORDED.glob("*/full/serving_capacity.json*")
-    result = read_result(path)
+    result = pick(ledger.recorded(), "serving_capacity", machine="any")
+    assert result is not None
     places = ranking(result)
     capacities = [place.capacity["value"] for place in places]
     assert capacities == sorted(capacities, reverse=True) and len(places) == len({p.scheduler for p in places}) > 5
@@ -49,7 +49,7 @@ def test_the_table_is_of_recorded_results() -> None:
     lines = record_table(result).splitlines()
     assert lines[2].startswith(f"| {places[0].scheduler} | ") and len(lines) == len(places) + 4
     text = (paths.DATA / "CAPACITY.md").read_text(encoding="utf-8")
-    assert record_table(pick(ledger.recorded(), "serving_capacity", machine="any")) in text
+    assert record_table(result) in text
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 COLUMNS = ("reproduced", "trend only", "not reproduced", "machine-dependent")
 CONTRADICTED, TOO_FEW, NOT_RUN = "sources contradict themselves", "n too small to judge", "not run here"
 ELSEWHERE, POST_HOC, UNVERIFIABLE = "counted elsewhere", "post hoc", "unverifiable"
-LARGEST_FIRST = ("paper", "full", "gpu")
+LARGEST_FIRST = ("paper", "full", "gpu", "tasks")
 
 
 @dataclass
