@@ -39,8 +39,9 @@ class StageLoader:
         self._closed = False
         self._loading: StageLoad | None = None
         self._ahead: dict[int, tuple[BlobReader, Memory]] = {}  # by stage, begun before its turn
-        self._reached = self._finished = 0  # the stage whose load has begun, and the one that is there
-        self._arrived: dict[tuple[int, int | None, int], int] = {}  # by what there is, the first layers of a stage
+        self._reached = self._finished = 0  # the last stage whose load has begun, and the last whose load has ended
+        # how many first layers of a stage are there, by the last finished stage, the parts of the next, and that stage
+        self._arrived: dict[tuple[int, int | None, int], int] = {}
         self._builder: WeightBuilder | None = None  # of stage 1, begun before there is a model
         self.manifest: Manifest
         self.meta_model: MetaModel
@@ -88,7 +89,8 @@ class StageLoader:
 
     @property
     def brings_once(self) -> bool:
-        """Return whether each layer comes once, as the last stage computes with it, and the ends with the first."""
+        """Return whether every part comes in one stage alone and no adapter is in the last, so that a layer which is in
+        its place is the last stage's already."""
         stages = self.manifest.stages
         layers = [{part.layer for part in stage.parts} for stage in stages]
         return stages[-1].adapter is None and sum(map(len, layers)) == len(set().union(*layers))

@@ -144,7 +144,8 @@ class StagedServer(LoadingServer):
             return False
         self._note(stage, "arrived")
         if self._final is not None and stage == self._stages:
-            self._last, self._last.modules = self._final, view
+            self._last = self._final
+            self._last.modules = view
             view.activate(self._loader.meta_model.model)
         else:
             self._last = self._view(view)
