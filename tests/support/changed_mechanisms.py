@@ -33,6 +33,7 @@ from firsttoken.simulation.costs.operator_tables import OperatorTables
 from firsttoken_studies.nb12_staged_healing import figures as healing_figures
 from firsttoken_studies.nb12_staged_healing import stage_tasks
 from firsttoken_studies.nb17_bits_before_layers import figures as plane_figures
+from firsttoken_studies.nb18_what_a_draft_is_worth import figures as draft_figures
 from firsttoken_studies.nb21_swap_or_recompute import figures as recovery_figures
 from firsttoken_studies.nb22_cross_point_scheduler import figures as policy_figures
 from firsttoken_studies.nb23_online_cross_point import study as online_figures
@@ -422,6 +423,11 @@ def first_layer_exact(parts: Sequence[str], planes: int) -> list[list[tuple[str,
     stages = [[(part, plane) for part in parts if plane == 0 or part != parts[1]] for plane in range(planes)]
     stages[0] += [(parts[1], plane) for plane in range(1, planes)]
     return stages
+
+
+@changed("drafts_kept", "verify", draft_figures.kept)
+def all_in_their_places(draft: Sequence[int], said: Sequence[int]) -> list[int]:
+    return [token for token, own in zip(draft, said, strict=False) if token == own] + list(said[len(draft) :])
 
 
 @changed("agents", "from_pool", agent_figures.by_turn)

@@ -16,6 +16,7 @@ from firsttoken.study.parsing.parse_errors import ParseError, errors_as, read_gz
 from firsttoken.study.parsing.schema import parse_as
 
 ASSET = "questions"
+PROBLEMS = 164  # of HumanEval
 
 
 def question_set(name: str) -> list[QAItem]:
@@ -29,6 +30,11 @@ def question_set(name: str) -> list[QAItem]:
 def last_words() -> list[dict[str, str]]:
     """LAMBADA: each ``text``, and the ``word`` that ends it, which only the whole text foretells. Raises as above."""
     return _read("lambada", _last_word)
+
+
+def code_problems() -> list[str]:
+    """HumanEval: the beginning of each function, whose description says what the rest does. Raises as above."""
+    return _read("humaneval", lambda doc: _text(doc, "prompt"))
 
 
 @cache

@@ -125,7 +125,7 @@ def coarse(model: PreTrainedModel, plan_spec: PlanSpec, dtype: str) -> Iterator[
         for name, parameter in model.named_parameters():
             data, split = parameter.data, plan_spec.split_of(layer_of(name))
             words = data.to(STORED[dtype]).contiguous().view(-1).view(torch.int16)
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and planes_of(split) > 1:  # one plane is the word itself
                 made = plane_encoder(split, dtype)
                 words = made.first(made.cut(words, 0), len(words))
             parameter.data = words.view(STORED[dtype]).view(data.shape).to(data.dtype)

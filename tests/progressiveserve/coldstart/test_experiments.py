@@ -17,6 +17,7 @@ from firsttoken_studies.experiments import run_experiment
 from firsttoken_studies.nb13_cold_start.study import reachable
 from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
 from firsttoken_studies.nb16_open_session.study import ROUNDING
+from firsttoken_studies.nb18_what_a_draft_is_worth import figures as draft_figures
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve.coldstart import figures, trial
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
@@ -49,6 +50,15 @@ FEW = {
         "windows": 2,
     },
     "timeline": {"gbit_per_s": 0.005, "clients": 2, "new_tokens": 6, "duration_s": 3, "sample_s": 0.05, "runs": 1},
+    "drafts": {
+        "cuts": ["lossless", "lossless, 2:4 later", "8 bits"],
+        "chats": 3,
+        "chat_tokens": 6,
+        "problems": 0,
+        "items": 3,
+        "short_tokens": 4,
+        "batch": 2,
+    },
     "open_session": {"contexts": [8, 24], "repeats": 1, "windows": 2, "context_tokens": 16, "continue_tokens": 4},
 }
 
@@ -156,6 +166,22 @@ def test_the_timeline_serves_every_request_whole(trained, few_processes):
         begun = [row["stage"] for row in rows_where(result.rows, case=case, row="event", what="serving")]
         assert (min(begun), max(begun)) == (first, last), "one between may arrive with the next one, and never serve"
     assert len(recovery_tables.timeline_rows(result)) >= 5
+
+
+def test_a_draft_of_the_whole_model_stays_and_one_without_layers_hardly_does(trained):
+    result: Result = run_experiment("drafts_kept", trained)
+    for task, drafted in (("chat", 6), ("short answer", 4)):
+        stays = {name: result.summary.of("kept_pct", variant=name, task=task) for name in FEW["drafts"]["cuts"]}
+        assert stays["lossless"]["value"] == 100 and stays["lossless"]["n"] == 3
+        assert stays["lossless, 2:4 later"]["value"] < 50
+        assert {row["drafted"] for row in rows_where(result.rows, task=task)} <= {*range(1, drafted + 1)}
+        share = {name: result.summary.value("byte_share", variant=name, task=task) for name in stays}
+        assert share["lossless"] == 1 > share["8 bits"] and 0 < share["lossless, 2:4 later"] < 1
+    assert len(draft_figures.kept_rows(result)) == 8, "the healed stage drafts too"
+    sections = dict(trained.sections)
+    sections["drafts"] = dict(sections["drafts"]) | {"cuts": ["7 bits"]}
+    with pytest.raises(ProfileError, match=r"drafts\.cuts: no split"):
+        run_experiment("drafts_kept", dataclasses.replace(trained, sections=sections))
 
 
 def test_open_sessions_are_right_but_for_the_naive_one(trained):

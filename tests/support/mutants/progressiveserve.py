@@ -208,3 +208,15 @@ def everybody_has_the_whole_link(right, starts_s, *given):
 rewritten("63", "the link is not shared", "share = rate / max(1, len(loading))", "share = rate", SHARED, quick=True)
 rewritten("63", "who loads no more has a share", "max(1, len(loading))", "len(starts)", SHARED)
 rewritten("63", "one replica after another", "starts[who] <= now]\n", "starts[who] <= now][:1]\n", SHARED)
+
+
+KEPT = "the rule of the cell `mechanism`"
+rewritten("18", "in the cell one word more stays", "return draft[:stays] +", "return draft[: stays + 1] +", KEPT)
+rewritten("18", "in the cell any draft stays", " and draft[stays] == said[stays]", "", KEPT)
+
+
+@wrong("18", "one more is taken back", "firsttoken.engine.drafts:settle", f"the library's, beside {KEPT}")
+def one_more_taken_back(right, chunk, *given):
+    if (correction := chunk.request.correction) is not None:
+        chunk.request.correction = max(1, correction[0] - 1), correction[1]
+    return right(chunk, *given)

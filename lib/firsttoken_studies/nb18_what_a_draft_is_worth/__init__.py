@@ -1,0 +1,1 @@
+"""18 · What a draft is worth."""
