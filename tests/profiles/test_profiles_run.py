@@ -57,6 +57,8 @@ from firsttoken_studies.droidspeak import setting
 from firsttoken_studies.nb13_cold_start import study as coldstart
 from firsttoken_studies.nb14_how_many_layers_may_wait import study as layer_sweep
 from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
+from firsttoken_studies.nb18_what_a_draft_is_worth import study as drafted
+from firsttoken_studies.nb18_what_a_draft_is_worth import waiting
 from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse_training
@@ -169,8 +171,9 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
             patch.setattr(models, place, made.model)
-        for place in (needs, evaluation, training, checkpoints):
+        for place in (needs, evaluation, training, checkpoints, drafted, waiting):
             patch.setattr(place, "load_qa", questions)
+        patch.setattr(drafted, "code_problems", lambda: ["def f(a):\n", "def g(a, b):\n"])
         for place in (corpora, training):
             patch.setattr(place, "boolq_prompts", passages)
         for place in (setting, reuse_training):

@@ -26,6 +26,7 @@ from firsttoken_extras.layer_borrowing.lender import Lender
 from firsttoken_studies.choice_tasks import ChoiceItem
 from firsttoken_studies.droidspeak.reuse_items import TaskItem
 from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
+from firsttoken_studies.nb18_what_a_draft_is_worth import answer_trial
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb45_beside_vllm import study as live_peer
 from firsttoken_studies.nb45_beside_vllm.study import PeerConfig, PeerModel
@@ -118,6 +119,9 @@ def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedP
         answer = window.main(window.WindowSpec(**told))
     elif command[2] == timeline_trial.__name__:
         answer = timeline_trial.main(timeline_trial.TimelineSpec(**json.loads(options["input"])))
+    elif command[2] == answer_trial.__name__:
+        spec = answer_trial.AnswerSpec(**json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP})
+        answer = {"variant": spec.variant} | answer_trial.main(spec)
     else:
         spec = trial.TrialSpec(**json.loads(command[-1]) | {"spawned_s": trial.INTERPRETER_UP, "gbit_per_s": 0.0})
         answer = {"variant": spec.variant} | trial.main(spec)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from firsttoken_studies.nb18_what_a_draft_is_worth.first_answers import LAYERS, LOSSLESS, PLAIN, WAITS
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import HEALED
-from firsttoken_studies.record.overlay import legend, over
-from firsttoken_studies.record.plot import COLOURS, Figure, panels
+from firsttoken_studies.record.overlay import legend, name_results, over
+from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, distinct
 from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
+STARTS = {PLAIN: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "layers wait, drafts"}
 HALF = 50  # % of a draft that must stay for it to be worth a client's reading
 
 
@@ -74,4 +76,67 @@ def kept_rows(result: Result) -> Rows:
             "n": str(get("kept", **entry["where"])["n"]),
         }
         for entry in result.summary.all("byte_share")
+    ]
+
+
+def answers(recorded: Result | None, now: Result | None) -> Figure:
+    """Seconds to the last token of the whole model's answer, by start; hollow: to its first. A panel for each task."""
+    results = over(recorded, now)
+    rows = [row for shown in results for row in shown.result.rows]
+    tasks, names = distinct(rows, "task"), distinct(rows, "variant")
+    fig, axes = panels(1, len(tasks), figsize=(10, 3.8), sharey=True)
+    for ax, task in zip(axes, tasks, strict=True):
+        for shown in results:
+            get = shown.result.summary.get
+            for place, name in enumerate(names):
+                look = "S0" if name in (PLAIN, LOSSLESS) else "none" if name.endswith(WAITS) else "measured"
+                shown.point(ax, place, get("answer_s", variant=name, task=task), look, along="x")
+                if (first := get("first_s", variant=name, task=task)) is not None:
+                    ax.plot(first["value"], place, LOOKS[look].marker, color=COLOURS[look], markerfacecolor="white")
+        ax.set(title=task, xlabel="s from the start to the answer's last token (hollow: first)")
+    axes[0].set_yticks(range(len(names)), [STARTS.get(name, name) for name in names])
+    axes[0].invert_yaxis()
+    name_results(fig, results, "answer_s")
+    return fig
+
+
+def answer_rows(result: Result) -> Rows:
+    """Every start and task: seconds to the final answer's first and last token, and over those of plain starts."""
+    get = result.summary.get
+    return [
+        {
+            "start": f"{STARTS.get(entry['where']['variant'], entry['where']['variant'])}, {entry['where']['task']}",
+            "kept, %": interval(get("kept_pct", **entry["where"])),
+            "first token, s": interval(get("first_s", **entry["where"]), 2),
+            "answer, s": interval(entry, 2),
+            "over whole": interval(get("answer_x", **entry["where"], than=PLAIN), 2),
+            "over lossless": interval(get("answer_x", **entry["where"], than=LOSSLESS), 2),
+            "n": str(entry["n"]),
+        }
+        for entry in result.summary.all("answer_s")
+    ]
+
+
+def waiting_rows(result: Result) -> Rows:
+    """Every rule: what waits, the bytes that come first, and the share of an answer that its draft would have had."""
+    get, plans = result.summary.get, {(row["variant"], row["case"]): row["plan"] for row in result.rows}
+    return [
+        {
+            "chosen": f"{entry['where']['case']}: {entry['where']['variant']}",
+            "what": plans[entry["where"]["variant"], entry["where"]["case"]],
+            "bytes first": f"{get('byte_share', **entry['where'])['value']:.3f}",
+            "kept, % of an answer": interval(entry),
+            "gain, points": interval(
+                next(
+                    (
+                        gain
+                        for gain in result.summary.all("gain_points")
+                        if entry["where"].items() <= gain["where"].items()
+                    ),
+                    None,
+                )
+            ),
+            "n": str(entry["n"]),
+        }
+        for entry in result.summary.all("kept_pct")
     ]

@@ -18,6 +18,7 @@ from firsttoken_studies.nb13_cold_start.study import reachable
 from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
 from firsttoken_studies.nb16_open_session.study import ROUNDING
 from firsttoken_studies.nb18_what_a_draft_is_worth import figures as draft_figures
+from firsttoken_studies.nb18_what_a_draft_is_worth import waiting
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve.coldstart import figures, trial
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
@@ -58,6 +59,18 @@ FEW = {
         "items": 3,
         "short_tokens": 4,
         "batch": 2,
+    },
+    "answers": {"splits": ["8 bits"], "starts": 1, "gbit_per_s": 0.01, "readers": 2},
+    "waits": {
+        "search": 2,
+        "judge": 3,
+        "tokens": 6,
+        "batch": 2,
+        "tried": 2,
+        "splits": ["8 bits", "4 bits"],
+        "budgets": ["5 bits"],
+        "windows": 2,
+        "window_tokens": 16,
     },
     "open_session": {"contexts": [8, 24], "repeats": 1, "windows": 2, "context_tokens": 16, "continue_tokens": 4},
 }
@@ -182,6 +195,36 @@ def test_a_draft_of_the_whole_model_stays_and_one_without_layers_hardly_does(tra
     sections["drafts"] = dict(sections["drafts"]) | {"cuts": ["7 bits"]}
     with pytest.raises(ProfileError, match=r"drafts\.cuts: no split"):
         run_experiment("drafts_kept", dataclasses.replace(trained, sections=sections))
+
+
+def test_the_first_final_answer_is_the_whole_models_with_drafts_and_without(trained):
+    result: Result = run_experiment("first_answers", trained)
+    names = {"whole", "lossless", "layers", "8 bits", "layers, no drafts"}
+    assert {row["variant"] for row in result.rows} == names and len(result.rows) == 2 * len(names)
+    for entry in result.summary.all("same_answers"):
+        assert entry["value"], entry["where"]
+    drafted = {row["variant"]: row["drafted"] for row in rows_where(result.rows, task="chat")}
+    assert drafted["8 bits"] > 0 == drafted["whole"] == drafted["layers, no drafts"]
+    assert all(row["kept"] <= row["drafted"] and row["first_s"] <= row["answer_s"] for row in result.rows)
+    assert len(draft_figures.answer_rows(result)) == 2 * len(names)
+
+
+def test_what_waits_is_chosen_on_other_chats_than_those_that_judge(trained):
+    result: Result = run_experiment("what_waits", trained)
+    by_rule = {(row["variant"], row["case"]): row for row in result.rows}
+    assert {case for _, case in by_rule} == {"layers", "5 bits"} and len(result.rows) == 3 * len(by_rule)
+    assert all(0 <= row["kept"] <= row["of"] <= 6 for row in result.rows)
+    assert by_rule["by drafts", "5 bits"]["first_share"] <= by_rule["alike", "5 bits"]["first_share"]
+    assert len(draft_figures.waiting_rows(result)) == len(by_rule)
+
+
+def test_layers_get_coarser_where_a_byte_costs_the_fewest_kept_tokens():
+    stays = {(0, "fine"): 9, (0, "coarse"): 1, (1, "fine"): 9, (1, "coarse"): 8, (2, "fine"): 9, (2, "coarse"): 5}
+    sizes = {"fine": 10, "coarse": 4}
+    for most, coarse in ((30, ()), (29, (1,)), (24, (1,)), (23, (1, 2)), (12, (0, 1, 2))):
+        made = waiting.coarsened(range(3), list(sizes), lambda layer, split: sizes[split], stays, most)
+        assert made == {layer: "coarse" if layer in coarse else "fine" for layer in range(3)}
+        assert sum(sizes[split] for split in made.values()) <= most
 
 
 def test_open_sessions_are_right_but_for_the_naive_one(trained):

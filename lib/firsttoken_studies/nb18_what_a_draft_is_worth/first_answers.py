@@ -1,0 +1,108 @@
+"""When the whole model's first answer is there, of starts that wait for all bytes and of those that draft meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+
+from firsttoken.assets.needs import ModelFacts, check
+from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_base, load_served
+from firsttoken.progressiveserve.evaluation import QualityConfig
+from firsttoken.progressiveserve.samples import STOP
+from firsttoken.study.parsing.schema import at_least
+from firsttoken.study.profile import Profile
+from firsttoken.study.progress import track
+from firsttoken.study.stats import bootstrap
+from firsttoken.study.summary import Summary
+from firsttoken_extras.bitplanes.plane_plan import plane_after_plane
+from firsttoken_studies.nb18_what_a_draft_is_worth.answer_trial import AnswerSpec
+from firsttoken_studies.nb18_what_a_draft_is_worth.study import CHAT, SHORT, DraftsConfig, prompts_of
+from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
+    Checkpoint,
+    bare_checkpoint,
+    checkpoint_root,
+    planes_checkpoint,
+    whole_checkpoint,
+)
+from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
+from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
+from firsttoken_studies.record.results import Outcome, Rows, distinct, rows_where
+
+PLAIN, LOSSLESS, LAYERS, WAITS = "whole", "lossless", "layers", ", no drafts"
+TRIAL = "firsttoken_studies.nb18_what_a_draft_is_worth.answer_trial"
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """``starts`` prompts of each task, each asked of every start over a link of ``gbit_per_s``; ``splits`` are the cuts
+    of a weight's bits whose first plane drafts."""
+
+    splits: tuple[str, ...]
+    starts: Annotated[int, at_least(1)]
+    gbit_per_s: Annotated[float, at_least(0)]
+    readers: Annotated[int, at_least(1)]
+
+
+def first_answers(profile: Profile) -> Outcome:
+    """Each prompt's answer by a plain start, by one whose bytes are coded without loss, and by stages of layers and of
+    bits that draft. The control is a start by layers whose prompt follows them and which drafts nothing; a prompt
+    cannot follow bits. All wait from the moment the server starts."""
+    config, drafts = profile.section("answers", AnswersConfig), profile.section("drafts", DraftsConfig)
+    quality = profile.section("quality", QualityConfig)
+    check([*profile.section("served", ServedConfig).needs(), *drafts.needs(quality)], ModelFacts(profile.model))
+    rows: Rows = []
+    tasks = ((CHAT, load_base, drafts.chat_tokens), (SHORT, load_served, drafts.short_tokens))
+    for task, load, tokens in tasks:
+        served = replace(load(profile), stored=torch.bfloat16)  # whose bits the splits cut
+        tokenizer = served.tokenizer
+        prompts = prompts_of(task, served, drafts, quality)[: config.starts]
+        stop = (tokenizer.eos_token_id, *([tokenizer.encode(STOP)[-1]] if task == SHORT else []))
+        with checkpoint_root(False) as root:
+            starts = _starts(served, config, root)
+        wire = wire_for(config.gbit_per_s, starts[PLAIN].staged, 0.0)
+        for round_, ids in enumerate(track(prompts, desc=f"{task}, {wire.name}", unit="prompt")):
+            names = [*starts, LAYERS + WAITS]
+            for name in names if round_ % 2 == 0 else names[::-1]:  # a machine that drifts favours nobody
+                checkpoint = starts[name.removesuffix(WAITS)]
+                spec = AnswerSpec(
+                    *(name, str(checkpoint.staged), str(checkpoint.stock), ""),
+                    readers=config.readers,
+                    ids=tuple(ids),
+                    tokens=tokens,
+                    stop=stop,
+                    drafts=not name.endswith(WAITS),
+                )
+                rows.append(one_trial(spec, wire, module=TRIAL) | {"task": task, "round": round_})
+        provenance = served.provenance
+    return Outcome(rows, provenance=provenance)
+
+
+def _starts(served: ServedModel, config: AnswersConfig, root: Any) -> dict[str, Checkpoint]:
+    """The checkpoints that are started, by name."""
+    planes = {split: planes_checkpoint(served, split, plane_after_plane, root) for split in (LOSSLESS, *config.splits)}
+    return {PLAIN: whole_checkpoint(served), LAYERS: bare_checkpoint(served)} | planes
+
+
+def answers_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
+    """Summarize by task and start the seconds to the final answer's first and last token, over the plain start's and
+    the losslessly coded one's, and whether all starts gave the same answers."""
+    summary = Summary()
+    for task in distinct(rows, "task"):
+        of_task = rows_where(rows, task=task)
+        plain = {row["round"]: row["tokens"] for row in rows_where(of_task, variant=PLAIN)}
+        for name in distinct(of_task, "variant"):
+            labels = {"variant": name, "task": task}
+            for column in ("first_s", "answer_s"):
+                summary.add(column, bootstrap(values(of_task, name, column), "median").summary("s"), **labels)
+            kept = [100 * row["kept"] / max(1, row["drafted"]) for row in rows_where(of_task, variant=name)]
+            summary.add("kept_pct", bootstrap(kept).summary("% of a draft"), **labels)
+            same = all(row["tokens"] == plain[row["round"]] for row in rows_where(of_task, variant=name))
+            summary.add("same_answers", {"value": same, "unit": "token by token, in every start"}, **labels)
+            for base in (PLAIN, LOSSLESS):
+                if name != base:
+                    of_answer = ratio(of_task, name, base, "answer_s").summary("x")
+                    summary.add("answer_x", of_answer, **labels, than=base)
+    return summary
