@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from firsttoken_studies.nb18_what_a_draft_is_worth.first_answers import LAYERS, LOSSLESS, PLAIN, WAITS
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import HEALED
-from firsttoken_studies.record.overlay import legend, name_results, over
+from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, distinct
 from firsttoken_studies.record.schematic import Schematic
 from firsttoken_studies.record.show import interval
 
 STARTS = {PLAIN: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "layers wait, drafts"}
+STARTS |= {LAYERS + WAITS: "layers wait, no drafts"}
 HALF = 50  # % of a draft that must stay for it to be worth a client's reading
 
 
@@ -38,28 +39,28 @@ def schematic() -> Schematic:
 def named(variant: str) -> str:
     """Return the name of a cut in figures and tables."""
     waits = variant.removeprefix("lossless, ").removesuffix(" later")
-    return f"layers {waits} wait" if waits != variant else "8 layers wait, healed" if variant == HEALED else variant
+    names = {HEALED: "8 layers wait, healed", "bits": "sign, exponent, 2 bits"}
+    return f"layers {waits} wait" if waits != variant else names.get(variant, variant)
 
 
 def kept(recorded: Result | None, now: Result | None) -> Figure:
-    """The share of drafted tokens that the whole model keeps, over the bytes that had come; a panel for each task."""
+    """The share of drafted tokens that the whole model keeps, by what had arrived; a panel for each task."""
     results = over(recorded, now)
-    tasks = distinct([row for shown in results for row in shown.result.rows], "task")
-    fig, axes = panels(1, len(tasks), figsize=(4 + 3 * len(tasks), 4.4), sharey=True)
+    rows = [row for shown in results for row in shown.result.rows]
+    tasks, share = distinct(rows, "task"), {row["variant"]: row["first_share"] for row in rows}
+    names = sorted(share, key=lambda name: ("wait" in named(name), -share[name]))
+    fig, axes = panels(1, len(tasks), figsize=(3 + 2.4 * len(tasks), 4), sharey=True)
     for ax, task in zip(axes, tasks, strict=True):
-        ax.axhline(HALF, color=COLOURS["target"], linestyle="--", linewidth=1)
+        ax.axvline(HALF, color=COLOURS["target"], linestyle="--", linewidth=1)
         for shown in results:
-            for name in distinct(shown.result.rows, "variant"):
-                if (entry := shown.result.summary.get("kept_pct", variant=name, task=task)) is None:
-                    continue
-                x = shown.result.summary.value("byte_share", variant=name, task=task)
+            for place, name in enumerate(names):
+                entry = shown.result.summary.get("kept_pct", variant=name, task=task)
                 look = "ours" if name == HEALED else "none" if "later" in name else "measured"
-                shown.point(ax, x, entry, look)
-                if shown is results[0]:
-                    ax.annotate(named(name), (x, entry["value"]), (5, 5), textcoords="offset points", fontsize=7)
-        ax.set(title=task, xlabel="bytes before the first token / all", ylim=(-3, 103))
-    axes[0].set_ylabel("% of a draft that stays")
-    legend(fig, axes[0], results, "kept_pct")
+                shown.point(ax, place + shown.shift, entry, look, along="x")
+        ax.set(title=task, xlabel="% of a draft that stays", xlim=(-3, 103))
+    axes[0].set_yticks(range(len(names)), [f"{named(name)} ({share[name]:.0%} of the bytes)" for name in names])
+    axes[0].invert_yaxis()
+    name_results(fig, results, "kept_pct")
     return fig
 
 
@@ -84,17 +85,21 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
     results = over(recorded, now)
     rows = [row for shown in results for row in shown.result.rows]
     tasks, names = distinct(rows, "task"), distinct(rows, "variant")
-    fig, axes = panels(1, len(tasks), figsize=(10, 3.8), sharey=True)
+    names = sorted(names, key=lambda name: (name not in (PLAIN, LOSSLESS), LAYERS not in name))
+    fig, axes = panels(1, len(tasks), figsize=(10, 3.6), sharey=True)
     for ax, task in zip(axes, tasks, strict=True):
+        (size, *_), (rate, *_) = (distinct(rows, key, variant=PLAIN, task=task) for key in ("bytes", "gbit_per_s"))
+        ax.axvline(8 * size / (rate * 1e9), color=LOOKS["floor"].colour, linestyle=":")
         for shown in results:
             get = shown.result.summary.get
             for place, name in enumerate(names):
                 look = "S0" if name in (PLAIN, LOSSLESS) else "none" if name.endswith(WAITS) else "measured"
-                shown.point(ax, place, get("answer_s", variant=name, task=task), look, along="x")
+                shown.point(ax, place + shown.shift, get("answer_s", variant=name, task=task), look, along="x")
                 if (first := get("first_s", variant=name, task=task)) is not None:
                     ax.plot(first["value"], place, LOOKS[look].marker, color=COLOURS[look], markerfacecolor="white")
-        ax.set(title=task, xlabel="s from the start to the answer's last token (hollow: first)")
-    axes[0].set_yticks(range(len(names)), [STARTS.get(name, name) for name in names])
+        ax.set(title=task, xlabel="s from the start (dotted: plain bytes alone)")
+        ax.set_xlim(left=0)
+    axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{name}, drafts") for name in names])
     axes[0].invert_yaxis()
     name_results(fig, results, "answer_s")
     return fig
@@ -102,10 +107,11 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
 
 def answer_rows(result: Result) -> Rows:
     """Every start and task: seconds to the final answer's first and last token, and over those of plain starts."""
-    get = result.summary.get
+    get, sizes = result.summary.get, {row["variant"]: row["bytes"] for row in result.rows}
     return [
         {
             "start": f"{STARTS.get(entry['where']['variant'], entry['where']['variant'])}, {entry['where']['task']}",
+            "bytes": f"{sizes[entry['where']['variant']] / sizes[PLAIN]:.2f}",
             "kept, %": interval(get("kept_pct", **entry["where"])),
             "first token, s": interval(get("first_s", **entry["where"]), 2),
             "answer, s": interval(entry, 2),
