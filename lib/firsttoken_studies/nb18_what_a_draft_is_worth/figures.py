@@ -129,7 +129,7 @@ def waiting_rows(result: Result) -> Rows:
     return [
         {
             "chosen": f"{entry['where']['case']}: {entry['where']['variant']}",
-            "what": plans[entry["where"]["variant"], entry["where"]["case"]],
+            "what": _by_split(plans[entry["where"]["variant"], entry["where"]["case"]]),
             "bytes first": f"{get('byte_share', **entry['where'])['value']:.3f}",
             "kept, % of an answer": interval(entry),
             "gain, points": interval(
@@ -146,3 +146,10 @@ def waiting_rows(result: Result) -> Rows:
         }
         for entry in result.summary.all("kept_pct")
     ]
+
+
+def _by_split(plan: str) -> str:
+    """The layers of each split, of a plan that names the split of each layer."""
+    pairs = [part.removeprefix("layer ").split(": ") for part in plan.split(", ") if ": " in part]
+    layers = {split: [layer for layer, other in pairs if other == split] for split in sorted({s for _, s in pairs})}
+    return "; ".join(f"{split}: {', '.join(numbers)}" for split, numbers in layers.items()) or plan
