@@ -53,10 +53,10 @@ def kept(recorded: Result | None, now: Result | None) -> Figure:
     for ax, task in zip(axes, tasks, strict=True):
         ax.axvline(HALF, color=COLOURS["target"], linestyle="--", linewidth=1)
         for shown in results:
-            for place, name in enumerate(names):
+            for row, name in enumerate(names):
                 entry = shown.result.summary.get("kept_pct", variant=name, task=task)
                 look = "ours" if name == HEALED else "none" if "later" in name else "measured"
-                shown.point(ax, place + shown.shift, entry, look, along="x")
+                shown.point(ax, row + shown.shift, entry, look, along="x")
         ax.set(title=task, xlabel="% of a draft that stays", xlim=(-3, 103))
     axes[0].set_yticks(range(len(names)), [f"{named(name)} ({share[name]:.0%} of the bytes)" for name in names])
     axes[0].invert_yaxis()
@@ -92,11 +92,11 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
         ax.axvline(8 * size / (rate * 1e9), color=LOOKS["floor"].colour, linestyle=":")
         for shown in results:
             get = shown.result.summary.get
-            for place, name in enumerate(names):
+            for row, name in enumerate(names):
                 look = "S0" if name in (PLAIN, LOSSLESS) else "none" if name.endswith(WAITS) else "measured"
-                shown.point(ax, place + shown.shift, get("answer_s", variant=name, task=task), look, along="x")
+                shown.point(ax, row + shown.shift, get("answer_s", variant=name, task=task), look, along="x")
                 if (first := get("first_s", variant=name, task=task)) is not None:
-                    ax.plot(first["value"], place, LOOKS[look].marker, color=COLOURS[look], markerfacecolor="white")
+                    ax.plot(first["value"], row, LOOKS[look].marker, color=COLOURS[look], markerfacecolor="white")
         ax.set(title=task, xlabel="s from the start (dotted: plain bytes alone)")
         ax.set_xlim(left=0)
     axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{name}, drafts") for name in names])

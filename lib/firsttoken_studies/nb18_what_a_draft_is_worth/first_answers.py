@@ -97,8 +97,8 @@ def answers_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             labels = {"variant": name, "task": task}
             for column in ("first_s", "answer_s"):
                 summary.add(column, bootstrap(values(of_task, name, column), "median").summary("s"), **labels)
-            kept = [100 * row["kept"] / max(1, row["drafted"]) for row in rows_where(of_task, variant=name)]
-            summary.add("kept_pct", bootstrap(kept).summary("% of a draft"), **labels)
+            shares = [100 * row["kept"] / max(1, row["drafted"]) for row in rows_where(of_task, variant=name)]
+            summary.add("kept_pct", bootstrap(shares).summary("% of a draft"), **labels)
             same = all(row["tokens"] == plain[row["round"]] for row in rows_where(of_task, variant=name))
             summary.add("same_answers", {"value": same, "unit": "token by token, in every start"}, **labels)
             for base in (PLAIN, LOSSLESS):

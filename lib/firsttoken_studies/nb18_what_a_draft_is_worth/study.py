@@ -98,12 +98,12 @@ def drafts_kept(profile: Profile, *, verify: Verify = longest_prefix) -> Outcome
     ):
         if not (prompts := prompts_of(task, model, config, quality)):
             continue
-        with coarse(model.model, PlanSpec("lossless"), "BF16") as whole:  # what is whole in the end
+        with coarse(model.model, PlanSpec("lossless"), "BF16") as full_model:  # what is whole in the end
             drafts: dict[str, list[list[int]]] = {}
             for name in track(every, desc=task, unit="cut"):
                 if name == HEALED and not (model is served and adapter.exists()):
                     continue
-                arrived = coarse(whole, specs[name], "BF16") if name in specs else at_stage(model, 1, adapter)
+                arrived = coarse(full_model, specs[name], "BF16") if name in specs else at_stage(model, 1, adapter)
                 with arrived as stage:
                     parts = (prompts[first : first + config.batch] for first in range(0, len(prompts), config.batch))
                     answers = [tokens for part in parts for tokens in greedy(stage, part, count)]
@@ -111,7 +111,7 @@ def drafts_kept(profile: Profile, *, verify: Verify = longest_prefix) -> Outcome
             for number, prompt in enumerate(track(prompts, desc=f"{task}, verified", unit="prompt")):
                 by_cut = {name: drafted[number] for name, drafted in drafts.items()}
                 for (name, draft), opinions in zip(
-                    by_cut.items(), opinions_of(whole, prompt, by_cut.values()), strict=True
+                    by_cut.items(), opinions_of(full_model, prompt, by_cut.values()), strict=True
                 ):
                     same = sum(a == b for a, b in zip(draft, opinions, strict=False))
                     counts = {"drafted": len(draft), "kept": len(verify(draft, opinions)) - 1, "same": same}

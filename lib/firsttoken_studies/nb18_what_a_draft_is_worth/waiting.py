@@ -74,15 +74,16 @@ class Mixed(PlanSpec):
         return super().split_of(layer) if layer is None else self.by_layer.get(layer, super().split_of(layer))
 
 
-class Stage(NamedTuple):
-    """What has arrived, in words; its share of the plain bytes; and the whole model as it, for a while."""
+class Arrived(NamedTuple):
+    """``plan`` says what has arrived, and ``first_share`` its share of the plain bytes; ``arrived`` makes the whole
+    model into it for a while."""
 
     plan: str
     first_share: float
     arrived: Callable[[PreTrainedModel], AbstractContextManager[PreTrainedModel]]
 
 
-class Answer(NamedTuple):
+class ChatAnswer(NamedTuple):
     """A prompt, and what the whole model says to it."""
 
     prompt: list[int]
@@ -97,36 +98,38 @@ def what_waits(profile: Profile) -> Outcome:
     check(needs, ModelFacts(profile.model))
     served = load_base(replace(profile, dtype="float32"))
     rows: Rows = []
-    with coarse(served.model, PlanSpec("lossless"), "BF16") as whole:
+    with coarse(served.model, PlanSpec("lossless"), "BF16") as full_model:
         search, judge = (
-            _answers(served, whole, config, quality.closed_book_questions, split, count)
+            _answers(served, full_model, config, quality.closed_book_questions, split, count)
             for split, count in (("validation", config.search), ("test", config.judge))
         )
-        stages = _by_layers(served, whole, config, search) | _by_bits(whole, config, search)
+        stages = _by_layers(served, full_model, config, search) | _by_bits(full_model, config, search)
         for (rule, case), stage in track(stages.items(), desc="judged", unit="stage"):
-            with stage.arrived(whole) as model:
-                kept = kept_of(model, judge, config.batch)
+            with stage.arrived(full_model) as model:
+                counts = kept_of(model, judge, config.batch)
             labels = {"variant": rule, "case": case, "first_share": stage.first_share, "plan": stage.plan}
-            rows += [labels | {"prompt": i, "kept": count, "of": len(judge[i].tokens)} for i, count in enumerate(kept)]
+            rows += [
+                labels | {"prompt": i, "kept": count, "of": len(judge[i].tokens)} for i, count in enumerate(counts)
+            ]
     return Outcome(rows, provenance=served.provenance)
 
 
 def _answers(
-    served: ServedModel, whole: PreTrainedModel, config: WaitsConfig, questions: str, split: str, count: int
-) -> list[Answer]:
+    served: ServedModel, full_model: PreTrainedModel, config: WaitsConfig, questions: str, split: str, count: int
+) -> list[ChatAnswer]:
     prompts = [chat_prompt(served.tokenizer, item.question) for item in load_qa(questions, split)[:count]]
     parts = (prompts[first : first + config.batch] for first in range(0, len(prompts), config.batch))
-    said = [tokens for part in parts for tokens in greedy(whole, part, config.tokens)]
-    ends = served.tokenizer.eos_token_id
-    cut = [tokens[: tokens.index(ends) + 1] if ends in tokens else tokens for tokens in said]
-    return [Answer(*pair) for pair in zip(prompts, cut, strict=True)]
+    answers = [tokens for part in parts for tokens in greedy(full_model, part, config.tokens)]
+    eos = served.tokenizer.eos_token_id
+    cut = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in answers]
+    return [ChatAnswer(*pair) for pair in zip(prompts, cut, strict=True)]
 
 
 @torch.inference_mode()
-def kept_of(stage: PreTrainedModel, answers: Sequence[Answer], batch: int) -> list[int]:
+def kept_of(stage: PreTrainedModel, answers: Sequence[ChatAnswer], batch: int) -> list[int]:
     """Return of each of ``answers`` the number of tokens that a draft of ``stage`` would have right up to its first
     mistake."""
-    kept: list[int] = []
+    counts: list[int] = []
     for first in range(0, len(answers), batch):
         part = answers[first : first + batch]
         width = max(len(answer.prompt) + len(answer.tokens) for answer in part)
@@ -137,36 +140,36 @@ def kept_of(stage: PreTrainedModel, answers: Sequence[Answer], batch: int) -> li
         for hidden, (prompt, tokens) in zip(stream, part, strict=True):
             logits = stage.get_output_embeddings()(hidden[len(prompt) - 1 : len(prompt) + len(tokens) - 1])
             same = argmax_tokens(logits) == torch.tensor(tokens)
-            kept.append(int(same.long().cumprod(0).sum()))
-    return kept
+            counts.append(int(same.long().cumprod(0).sum()))
+    return counts
 
 
 def _by_layers(
-    served: ServedModel, whole: PreTrainedModel, config: WaitsConfig, search: Sequence[Answer]
-) -> dict[tuple[str, str], Stage]:
+    served: ServedModel, full_model: PreTrainedModel, config: WaitsConfig, search: Sequence[ChatAnswer]
+) -> dict[tuple[str, str], Arrived]:
     """The layers that wait by each rule."""
     depth, size = served.plan.depth, len(served.plan.block)
     windows = token_windows(running_text("train"), served.tokenizer, config.window_tokens, config.windows)
 
     def stays(waiting: Iterable[int]) -> int:
-        with passing(whole, tuple(waiting)) as stage:
+        with passing(full_model, tuple(waiting)) as stage:
             return sum(kept_of(stage, search, config.batch))
 
     in_a_row = [tuple(range(first, first + size)) for first in range(depth - size + 1)]
     alone = {layer: stays([layer]) for layer in track(range(depth), desc="layers alone", unit="layer")}
     chosen: list[int] = []
     for _ in track(range(size), desc="layers that wait", unit="layer"):
-        left = sorted(set(alone) - set(chosen), key=lambda layer: -alone[layer])[: config.tried]
-        chosen.append(max(left, key=lambda layer: stays([*chosen, layer])))
+        candidates = sorted(set(alone) - set(chosen), key=lambda layer: -alone[layer])[: config.tried]
+        chosen.append(max(candidates, key=lambda layer: stays([*chosen, layer])))
     by_rule = {
-        DISTANCE: choose_block(angular_distances(whole, windows), size),
-        PERPLEXITY: search_block(replace(served, model=whole), windows, size),
+        DISTANCE: choose_block(angular_distances(full_model, windows), size),
+        PERPLEXITY: search_block(replace(served, model=full_model), windows, size),
         IN_A_ROW: max(track(in_a_row, desc="blocks", unit="block"), key=stays),
         ANY: sorted(chosen),
     }
-    sizes = {layer: size.plain for layer, size in layer_bytes(whole, PlanSpec("lossless"), "BF16").items()}
+    sizes = {layer: size.plain for layer, size in layer_bytes(full_model, PlanSpec("lossless"), "BF16").items()}
     return {
-        (rule, "layers"): Stage(
+        (rule, "layers"): Arrived(
             f"layers {', '.join(map(str, layers))} wait",
             1 - sum(sizes[layer] for layer in layers) / sum(sizes.values()),
             partial(passing, layers=tuple(layers)),
@@ -175,27 +178,31 @@ def _by_layers(
     }
 
 
-def _by_bits(whole: PreTrainedModel, config: WaitsConfig, search: Sequence[Answer]) -> dict[tuple[str, str], Stage]:
+def _by_bits(
+    full_model: PreTrainedModel, config: WaitsConfig, search: Sequence[ChatAnswer]
+) -> dict[tuple[str, str], Arrived]:
     """All layers alike in each budget, and layers of different bits in as many bytes."""
-    sizes = {split: layer_bytes(whole, PlanSpec(split), "BF16") for split in {*config.splits, *config.budgets}}
+    sizes = {split: layer_bytes(full_model, PlanSpec(split), "BF16") for split in {*config.splits, *config.budgets}}
     plain = sum(size.plain for size in sizes[config.splits[0]].values())
     layers = [layer for layer in sizes[config.splits[0]] if layer is not None]
 
     def stays(by_layer: Mapping[int, str]) -> int:
-        with coarse(whole, Mixed("lossless", by_layer=by_layer), "BF16") as stage:
+        with coarse(full_model, Mixed("lossless", by_layer=by_layer), "BF16") as stage:
             return sum(kept_of(stage, search, config.batch))
 
     cells = [(layer, split) for split in config.splits for layer in layers]
     alone = {cell: stays(dict([cell])) for cell in track(cells, desc="layers of fewer bits", unit="layer")}
-    stages: dict[tuple[str, str], Stage] = {}
+    stages: dict[tuple[str, str], Arrived] = {}
     for budget in config.budgets:
-        ends = sizes[budget][None].first
+        other_bytes = sizes[budget][None].first
         most = sum(size.first for size in sizes[budget].values())
-        by_layer = coarsened(layers, config.splits, lambda layer, split: sizes[split][layer].first, alone, most - ends)
-        taken = ends + sum(sizes[split][layer].first for layer, split in by_layer.items())
+        by_layer = coarsened(
+            layers, config.splits, lambda layer, split: sizes[split][layer].first, alone, most - other_bytes
+        )
+        taken = other_bytes + sum(sizes[split][layer].first for layer, split in by_layer.items())
         for rule, size, plan in ((UNIFORM, most, PlanSpec(budget)), (MIXED, taken, Mixed(budget, by_layer=by_layer))):
             words = ", ".join(f"layer {layer}: {plan.split_of(layer)}" for layer in layers)
-            stages[rule, budget] = Stage(words, size / plain, partial(coarse, plan_spec=plan, dtype="BF16"))
+            stages[rule, budget] = Arrived(words, size / plain, partial(coarse, plan_spec=plan, dtype="BF16"))
     return stages
 
 
@@ -230,11 +237,13 @@ def waiting_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             for name in distinct(of_case, "variant")
         }
         base = UNIFORM if UNIFORM in shares else DISTANCE
-        for name, kept in shares.items():
+        for name, percents in shares.items():
             labels = {"variant": name, "case": case}
-            summary.add("kept_pct", bootstrap(kept).summary("% of an answer"), **labels)
+            summary.add("kept_pct", bootstrap(percents).summary("% of an answer"), **labels)
             (first,) = distinct(of_case, "first_share", variant=name)
             summary.add("byte_share", {"value": first, "unit": "of the plain bytes"}, **labels)
             if name != base:
-                summary.add("gain_points", paired_bootstrap(kept, shares[base]).summary("points"), **labels, than=base)
+                summary.add(
+                    "gain_points", paired_bootstrap(percents, shares[base]).summary("points"), **labels, than=base
+                )
     return summary
