@@ -173,17 +173,15 @@ LENGTHS = [70, 33, 51, 1]
 @pytest.mark.parametrize("group", [NOTHING, Group(0, 2), Group(1, 3), Group(0, DEPTH)], ids=str)
 def test_a_padded_batch_equals_its_rows_alone(models, group):
     receiver, sender = models
-    prefixes, suffixes = rows(*LENGTHS), rows(4, 7, 1, 5, seed=1)
-    ids = torch.tensor([row + [0] * (7 - len(row)) for row in suffixes])
-    mask = torch.tensor([[1] * len(row) + [0] * (7 - len(row)) for row in suffixes])
+    prefixes, suffixes = rows(*LENGTHS), torch.tensor(rows(7, 7, 7, 7, seed=1))
     padded = Prefix.of(prefixes)
     cache = partial_prefill(receiver, padded, full_prefill(sender, padded, range(DEPTH)), group)
-    logits = suffix_logits(receiver, padded, ids, cache, mask)
+    logits = suffix_logits(receiver, padded, suffixes, cache)
     for i, (row, after) in enumerate(zip(prefixes, suffixes, strict=True)):
         alone = Prefix.of([row])
         cache = partial_prefill(receiver, alone, full_prefill(sender, alone, range(DEPTH)), group)
-        expected = suffix_logits(receiver, alone, torch.tensor([after]), cache)
-        torch.testing.assert_close(logits[i : i + 1, : len(after)], expected, **CLOSE)
+        expected = suffix_logits(receiver, alone, after[None], cache)
+        torch.testing.assert_close(logits[i : i + 1], expected, **CLOSE)
 
 
 def test_what_was_sent_stays_as_it_is(receiver, sender, sent):

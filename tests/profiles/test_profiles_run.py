@@ -37,7 +37,7 @@ from made_up import (
     timed,
 )
 from swarms import servers_imported
-from tiny_profiles import FEWER, SHORTER, shorter, tiny_profile
+from tiny_profiles import FEWER, SHORTER, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
@@ -65,7 +65,6 @@ from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse
 from firsttoken_studies.nb33_latency_and_quality import reuse_methods
 from firsttoken_studies.nb33_latency_and_quality.reuse_methods import TimeShares
 from firsttoken_studies.nb34_profile_transfer import study as profile_transfer
-from firsttoken_studies.nb35_bandwidth_and_gate import gating
 from firsttoken_studies.nb41_serving_capacity import bench, pipeline_bubbles
 from firsttoken_studies.nb42_the_simulator_and_a_gpu import chunk_error, operators_here, simulator_error
 from firsttoken_studies.nb45_beside_vllm import study as live_peer
@@ -181,11 +180,10 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(multiple_choice, "choice_items", choice_questions)
         patch.setattr(frontier, "story_model", lambda: AutoModelForCausalLM.from_config(shapes.shape_config("tiny")))
         patch.setattr(setting, "held_out", lambda task: {})
-        for place in (profiling, reuse_methods, gating, profile_transfer):
+        for place in (profiling, reuse_methods, profile_transfer):
             patch.setattr(place, "profiled_groups", plausible)
         patch.setattr(profiling, "_kept", by_distance)
         patch.setattr(reuse_methods, "times_here", lambda: TimeShares(timed(), 64))
-        patch.setattr(gating, "TOKENS", shorter(gating.TOKENS))
         for place in (sharegpt, learnt_threshold):
             patch.setattr(place, "conversations", few_conversations)
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group, gating
+from firsttoken_studies.nb35_a_group_for_this_link import adaptive_group
 from firsttoken_studies.nb43_the_cost_of_a_batch import figures as batch_cost_figures
 from firsttoken_studies.progressiveserve.coldstart import figures
 from firsttoken_studies.record.overlay import PALE, counted, over
@@ -16,7 +16,6 @@ from firsttoken_studies.record.results import load_result
 DRAWN = {
     "deferral_sweep": figures.trade_off,
     "adaptive_group": adaptive_group.choices,
-    "quality_gate": gating.areas,
     "batch_cost": batch_cost_figures.live_costs,
 }
 

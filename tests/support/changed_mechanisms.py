@@ -44,7 +44,7 @@ from firsttoken_studies.nb32_pipelined_loading import study as pipelined_loading
 from firsttoken_studies.nb33_latency_and_quality import figures as method_figures
 from firsttoken_studies.nb33_latency_and_quality import prefill_latency
 from firsttoken_studies.nb34_profile_transfer import study as transfer_figures
-from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
+from firsttoken_studies.nb35_a_group_for_this_link import adaptive_group
 from firsttoken_studies.nb36_throughput_under_load import figures as load_figures
 from firsttoken_studies.nb40_generation_stalls import figures as stall_figures
 from firsttoken_studies.nb41_serving_capacity import figures as capacity_figures

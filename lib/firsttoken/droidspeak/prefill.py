@@ -95,14 +95,11 @@ def spans(layers: Iterable[int]) -> list[Group]:
 
 
 @torch.inference_mode()
-def suffix_logits(
-    model: PreTrainedModel, prefix: Prefix, ids: Tensor, cache: DynamicCache, mask: Tensor | None = None, keep: int = 0
-) -> Tensor:
+def suffix_logits(model: PreTrainedModel, prefix: Prefix, ids: Tensor, cache: DynamicCache, keep: int = 0) -> Tensor:
     """Next-token logits [batch, keep or suffix, vocabulary] behind the last ``keep`` (0: all) tokens of ``ids``.
 
     ``ids`` [batch, suffix] follow ``prefix``, whose layers ``cache`` holds; their own keys and values join it.
-    ``mask`` is 0 where ``ids`` is padded on the right.
     """
-    forward = Forward(model, prefix.followed_by(ids, mask), new=ids.shape[1])
+    forward = Forward(model, prefix.followed_by(ids), new=ids.shape[1])
     hidden = forward.run(forward.embed(), range(forward.depth), cache)
     return forward.logits(hidden[:, -keep:])

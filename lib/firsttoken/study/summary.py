@@ -54,7 +54,7 @@ WHERE = {
     "bound_pct": "most of the own score that a chosen group loses, as a share of it",
     "bound_points": "the same in points of the score",
     "chosen_by": "what a group was chosen by: decoded answers, token accuracy",
-    "signal": "what a gate before the answer looks at",
+    "signal": "what a gate before the answer looked at: of a withdrawn result alone",
     "receiver": "model that reuses a cache",
     "sender": "model whose cache is reused",
     "task": "the questions that are asked",

@@ -1,1 +1,1 @@
-"""DroidSpeak measured: layers, groups, loading, latency and quality, transfer, the gate."""
+"""DroidSpeak measured: layers, groups, loading, latency and quality, transfer."""

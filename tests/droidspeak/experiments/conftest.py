@@ -23,7 +23,6 @@ class Study:
     profile: Callable[..., Profile]
     trained: Outcome
     base: str
-    other: str
     task: str
 
     def run(self, name: str, **overrides: object) -> Result:
@@ -69,7 +68,7 @@ def study(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
         }
         return load_profile("quick", **(small | overrides))
 
-    return Study(folder, profile, reuse_training(profile()), base, other, task)
+    return Study(folder, profile, reuse_training(profile()), base, task)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the methods answer and how long they take, and whether a probe sees a spoiled answer coming."""
+"""What the methods answer and how long they take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
 from firsttoken.study.errors import ProfileError, RequestError
 from firsttoken_studies.droidspeak import decoding
@@ -20,12 +19,9 @@ from firsttoken_studies.nb33_latency_and_quality.reuse_methods import (
     reuse_methods,
     where_of,
 )
-from firsttoken_studies.nb35_bandwidth_and_gate import gating
-from firsttoken_studies.nb35_bandwidth_and_gate.gating import gate_summary, quality_gate
 
 ALWAYS = ["full prefill", "sender", "full reuse", "DroidSpeak"]
 BLENDS = ["CacheBlend 0.15 gradual", "CacheBlend equal compute", "CacheBlend equal latency"]
-CASES = ("reuse", "half", "chosen")
 EQUAL = {"equal compute": 4 / 6, "equal latency": 0.5}
 
 
@@ -222,73 +218,6 @@ def test_how_long_each_method_computes(study):
 def test_a_group_that_the_model_has_no_layers_for_is_refused(study):
     with pytest.raises(ProfileError, match=r"latency\.layers: 6 layers of base are asked for, there are 4"):
         study.run("prefill_latency", **{"latency.layers": [6]})
-
-
-def test_the_gate(study):
-    result = study.run("quality_gate", **{"reuse.runs": [f"tuned <- {study.other}: {study.task}, 96 tokens"]})
-    groups = dict.fromkeys(row["group"] for row in result.rows)
-    for row in result.rows:
-        assert 0 <= row["score"] <= 1 and 0 <= row["own"] <= 1
-        assert row["entropy"] >= 0 and 0 <= row["doubt"] <= 1 and row["head"] >= 0 and row["tail"] > -1e-4
-    cells = [(row["set"], row["group"], row["item"]) for row in result.rows]
-    assert len(cells) == len(set(cells)) == 12 * len(groups)
-    for measure in ("group", "spoiled_pct"):
-        assert [entry["where"] for entry in result.summary.all(measure)] == [{"case": case} for case in CASES]
-    assert result.summary.value("group", case="reuse") == "none"
-
-
-def test_the_gate_where_nothing_need_be_recomputed(study, same):
-    outcome = quality_gate(study.profile(**{"reuse.runs": [same], "reuse.items": 2, "reuse.eval_items": 2}))
-    assert len(outcome.rows) == 4, "one cache, so one row an item"
-    summary = gate_summary(outcome.rows, {"gate": {"miss_budget": 0.1}})
-    for case in CASES:
-        spoiled = summary.of("spoiled_pct", case=case)
-        assert summary.value("group", case=case) == "none" and (spoiled["value"], spoiled["n"]) == (0, 2)
-    assert all(row["tail"] == pytest.approx(0, abs=1e-3) and row["head"] < 1e-3 for row in outcome.rows)
-
-
-def test_gates_of_signals_that_see_it_and_that_do_not():
-    def row(where: str, spoiled: bool, index: int) -> dict:
-        signal = {"entropy": float(spoiled), "doubt": float(not spoiled), "head": 0.5, "tail": index + 10.0 * spoiled}
-        return {"set": where, "group": "none", "score": 0.2 if spoiled else 0.9, "own": 0.9} | signal
-
-    rows = [row(where, index % 4 == 0, index) for where in ("calibrate", "judge") for index in range(8)]
-    summary = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
-    for case in CASES:  # of one cache alone
-        assert summary.value("spoiled_pct", case=case) == 25
-        assert [e["value"] for e in summary.all("auc", case=case)][:3] == [1, 0, 0.5]
-        seen = {"case": case, "signal": "entropy"}
-        assert [summary.value(m, **seen) for m in ("miss_pct", "false_alarm_pct", "loss_points")] == [0, 0, 0]
-        assert summary.value("fallback_pct", **seen) == 25
-        misled = summary.value("fallback_pct", case=case, signal="doubt")
-        assert misled == 100, "a signal that misleads sends everything back"
-
-
-@pytest.mark.parametrize(
-    ("groups", "half"), [(["none", "2-3", "0-3"], "2-3"), (["none", "0-1"], "none")], ids=["three", "two"]
-)
-def test_which_cache_is_which(groups, half):
-    rows = [
-        {"set": where, "group": group, "score": 1.0, "own": 1.0} for where in ("calibrate", "judge") for group in groups
-    ]
-    summary = gate_summary(rows, {"gate": {"miss_budget": 0.1}})
-    assert [summary.value("group", case=case) for case in CASES] == ["none", half, groups[-1]]
-
-
-def test_suffixes_of_different_lengths(study):
-    """As the copy task has them: each item's signals are those it has alone."""
-    setting = Setting(study.profile())
-    receiver, sender = setting.pair(setting.runs[1])
-    items = setting.items(setting.runs[1], receiver.tokenizer)[0][:3]
-    items = [type(i)(i.item, i.prefix[-70 - n :], i.suffix[: 1 + 3 * n], i.target) for n, i in enumerate(items)]
-    groups = [Group(0, 0), Group(2, 4)]
-    together = [row for _, row in gating._batch(receiver, sender, items, groups)]
-    alone = [row for item in items for _, row in gating._batch(receiver, sender, [item], groups)]
-    by_item = {(row["item"], row["group"]): row for row in alone}
-    assert len(by_item) == len(together) == 6
-    for row in together:
-        other = by_item[row["item"], row["group"]]
-        assert {k: row[k] for k in gating.SIGNALS} == pytest.approx({k: other[k] for k in gating.SIGNALS}, abs=2e-3)
 
 
 def test_an_example_says_what_was_asked_and_what_came(study):

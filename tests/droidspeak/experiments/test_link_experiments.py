@@ -8,7 +8,7 @@ from firsttoken.droidspeak.layer_group import Group
 from firsttoken.droidspeak.pipeline.schedule import Schedule
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb32_pipelined_loading.study import loading_summary, pipelined_loading
-from firsttoken_studies.nb35_bandwidth_and_gate.adaptive_group import adaptive_group
+from firsttoken_studies.nb35_a_group_for_this_link.adaptive_group import adaptive_group
 
 TOKENS, DEPTH = 48, 4
 KV = 2 * 2 * 8 * 4 * TOKENS  # bytes of a layer: keys and values, 2 heads of 8, fp32

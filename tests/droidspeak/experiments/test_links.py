@@ -10,8 +10,8 @@ import pytest
 from firsttoken.droidspeak.group_selection import GroupCosts, GroupLoss
 from firsttoken.droidspeak.layer_group import Group
 from firsttoken.study import paths
-from firsttoken_studies.nb35_bandwidth_and_gate import adaptive_group
-from firsttoken_studies.nb35_bandwidth_and_gate.adaptive_group import Plan, scaled_rows
+from firsttoken_studies.nb35_a_group_for_this_link import adaptive_group
+from firsttoken_studies.nb35_a_group_for_this_link.adaptive_group import Plan, scaled_rows
 
 COSTS = GroupCosts(
     10, layer_s=0.01, layer_token_s=0.0, first_token_s=0.005, kv_token_bytes=1000, e_cache_token_bytes=1500

@@ -178,17 +178,6 @@ def the_first_belief_stays(right, estimate, nbytes, seconds):
     """What a transfer took changes nothing."""
 
 
-@wrong(
-    "35",
-    "a gate that keeps to false alarms",
-    "firsttoken.droidspeak.gate:calibrate",
-    "^MechanismError: .*the gate of the cell",
-)
-def good_ones_decide(right, signals, failed, *, signal, miss_budget):
-    """The budget is kept on the good answers instead of the spoiled ones."""
-    return right(signals, [not bad for bad in failed], signal=signal, miss_budget=miss_budget)
-
-
 AGENTS = "^MechanismError: the adapters of the two agents"
 
 

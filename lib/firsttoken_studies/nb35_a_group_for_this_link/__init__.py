@@ -1,0 +1,1 @@
+"""35 · A group for this link."""

@@ -1,1 +1,0 @@
-"""35 · A group for this link, and a gate before the answer."""
