@@ -214,6 +214,7 @@ SMALLER = {  # claims whose places the rule's shapes have not:
     "cps.small-copies",  # no copies of 1,024 tokens
     "cps.cross-point-live-gpu",  # a processor copies in one memory, and nothing crosses
     "petals.local-layers",  # a quarter of the layers
+    *("progressive.drafts-chat-layers", "progressive.drafts-short-layers"),  # the same
     *("sarathi.chunk-overhead-live", "sarathi.ride-along-live"),  # smaller pieces
     *("petals.overhead-8", "petals.overhead-32"),  # smaller batches
     *("progressive.planes-before-torch", "progressive.planes-before-torch-s"),  # heads too narrow for the kernels

@@ -270,6 +270,7 @@ def test_a_service_does_not_wait_for_the_compiler(compiler, beside, tmp_path, fo
     go.touch()
     until(lambda: any(name.endswith(".so") and name.startswith("kernels-") for name in left(folder)), "it is built")
     assert isinstance(build(), Kernels) and log.read_text().split() == ["built"]
+    until(lambda: len(list(folder.iterdir())) == 1, "the lock of the build is gone")
     (library,) = folder.iterdir()
     library.unlink()  # this process has mapped it
     library.write_bytes(b"half")
