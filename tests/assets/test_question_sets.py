@@ -15,7 +15,7 @@ import yaml
 from firsttoken.assets import question_sets
 from firsttoken.assets.corpora import load_qa
 from firsttoken.assets.qa_files import QAItem, read_qa
-from firsttoken.assets.question_sets import SETS, last_words, question_set
+from firsttoken.assets.question_sets import SETS, code_problems, last_words, question_set
 from firsttoken.study import paths
 from firsttoken.study.errors import AssetError, CorpusError
 
@@ -38,6 +38,7 @@ DOCS: dict[str, dict[str, Any]] = {
         **{"question": "Is it?", "answer": "No"},
     },
     "lambada": {"query": "He saw the", "answers_text": ["signs"]},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f(a):\n"},
 }
 FILES = {*DOCS, *(f"math-{part}" for part in ("counting-and-probability", "geometry", "intermediate-algebra"))}
 FILES |= {"math-number-theory", "math-prealgebra", "math-precalculus"}
@@ -82,6 +83,7 @@ def test_each_set_is_read(kept) -> None:
         ],
     }
     assert last_words() == [{"text": "He saw the", "word": "signs"}]
+    assert code_problems() == ["def f(a):\n"]
 
 
 def test_a_text_without_a_last_word_is_refused_with_its_line(kept) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from firsttoken_studies.nb18_what_a_draft_is_worth.first_answers import LAYERS, LOSSLESS, PLAIN, WAITS
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import HEALED
+from firsttoken_studies.nb18_what_a_draft_is_worth.waiting import DISTANCE, UNIFORM
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, LOOKS, Figure, panels
 from firsttoken_studies.record.results import Result, Rows, distinct
@@ -96,7 +97,13 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
                 look = "S0" if name in (PLAIN, LOSSLESS) else "none" if name.endswith(WAITS) else "measured"
                 shown.point(ax, row + shown.shift, get("answer_s", variant=name, task=task), look, along="x")
                 if (first := get("first_s", variant=name, task=task)) is not None:
-                    ax.plot(first["value"], row, LOOKS[look].marker, color=COLOURS[look], markerfacecolor="white")
+                    ax.plot(
+                        first["value"],
+                        row + shown.shift,
+                        LOOKS[look].marker,
+                        color=COLOURS[look],
+                        markerfacecolor="white",
+                    )
         ax.set(title=task, xlabel="s from the start (dotted: plain bytes alone)")
         ax.set_xlim(left=0)
     axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{name}, drafts") for name in names])
@@ -133,14 +140,7 @@ def waiting_rows(result: Result) -> Rows:
             "bytes first": f"{get('byte_share', **entry['where'])['value']:.3f}",
             "kept, % of an answer": interval(entry),
             "gain, points": interval(
-                next(
-                    (
-                        gain
-                        for gain in result.summary.all("gain_points")
-                        if entry["where"].items() <= gain["where"].items()
-                    ),
-                    None,
-                )
+                get("gain_points", **entry["where"], than=DISTANCE if entry["where"]["case"] == LAYERS else UNIFORM)
             ),
             "n": str(entry["n"]),
         }

@@ -18,6 +18,7 @@ from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.plane_plan import plane_after_plane
+from firsttoken_studies.nb13_cold_start.study import disk_speed
 from firsttoken_studies.nb18_what_a_draft_is_worth.answer_trial import AnswerSpec
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import CHAT, SHORT, DraftsConfig, prompts_of
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
@@ -28,6 +29,7 @@ from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     whole_checkpoint,
 )
 from firsttoken_studies.progressiveserve.coldstart.harness import one_trial, wire_for
+from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 from firsttoken_studies.progressiveserve.coldstart.summary import ratio, values
 from firsttoken_studies.record.results import Outcome, Rows, distinct, rows_where
 
@@ -62,7 +64,9 @@ def first_answers(profile: Profile) -> Outcome:
         stop = (tokenizer.eos_token_id, *([tokenizer.encode(STOP)[-1]] if task == SHORT else []))
         with checkpoint_root(False) as root:
             starts = _starts(served, config, root)
-        wire = wire_for(config.gbit_per_s, starts[PLAIN].staged, 0.0)
+        plain = starts[PLAIN]
+        read = TrialSpec("read", str(plain.staged), str(plain.stock), "", readers=config.readers, stages=(1,))
+        wire = wire_for(config.gbit_per_s, plain.staged, disk_speed(read))
         for round_, ids in enumerate(track(prompts, desc=f"{task}, {wire.name}", unit="prompt")):
             names = [*starts, LAYERS + WAITS]
             for name in names if round_ % 2 == 0 else names[::-1]:  # a machine that drifts favours nobody

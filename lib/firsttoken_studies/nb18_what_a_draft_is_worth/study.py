@@ -105,9 +105,7 @@ def drafts_kept(profile: Profile, *, verify: Verify = longest_prefix) -> Outcome
                     continue
                 arrived = coarse(full_model, specs[name], "BF16") if name in specs else at_stage(model, 1, adapter)
                 with arrived as stage:
-                    parts = (prompts[first : first + config.batch] for first in range(0, len(prompts), config.batch))
-                    answers = [tokens for part in parts for tokens in greedy(stage, part, count)]
-                drafts[name] = [_to_the_end(tokens, model.tokenizer, task) for tokens in answers]
+                    drafts[name] = answers_of(stage, model.tokenizer, task, prompts, count, config.batch)
             for number, prompt in enumerate(track(prompts, desc=f"{task}, verified", unit="prompt")):
                 by_cut = {name: drafted[number] for name, drafted in drafts.items()}
                 for (name, draft), opinions in zip(
@@ -117,6 +115,20 @@ def drafts_kept(profile: Profile, *, verify: Verify = longest_prefix) -> Outcome
                     counts = {"drafted": len(draft), "kept": len(verify(draft, opinions)) - 1, "same": same}
                     rows.append({"variant": name, "task": task, "prompt": number, "first_share": shares[name]} | counts)
     return Outcome(rows, provenance=served.provenance)
+
+
+def answers_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    prompts: Sequence[list[int]],
+    count: int,
+    batch: int,
+) -> list[list[int]]:
+    """What ``model`` says to each of ``prompts``, ``batch`` at a time: up to ``count`` tokens, and to its end."""
+    parts = (prompts[first : first + batch] for first in range(0, len(prompts), batch))
+    answers = (tokens for part in parts for tokens in greedy(model, part, count))
+    return [_to_the_end(tokens, tokenizer, task) for tokens in answers]
 
 
 def _to_the_end(tokens: list[int], tokenizer: PreTrainedTokenizerBase, task: str) -> list[int]:

@@ -21,13 +21,15 @@ from firsttoken.engine.sampling import argmax_tokens
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_base, passing
 from firsttoken.progressiveserve.distance import angular_distances, choose_block
 from firsttoken.progressiveserve.evaluation import QualityConfig
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, paired_bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.first_stage import PlanSpec, coarse, layer_bytes
+from firsttoken_extras.bitplanes.layouts import SPLITS
 from firsttoken_studies.nb14_how_many_layers_may_wait.study import search_block
-from firsttoken_studies.nb18_what_a_draft_is_worth.study import chat_prompt, greedy
+from firsttoken_studies.nb18_what_a_draft_is_worth.study import CHAT, answers_of, chat_prompt
 from firsttoken_studies.record.results import Outcome, Rows, distinct, rows_where
 
 DISTANCE, PERPLEXITY, IN_A_ROW, ANY = "angular distance", "perplexity", "drafts, in a row", "drafts, any"
@@ -53,6 +55,10 @@ class WaitsConfig:
     budgets: tuple[str, ...]
     windows: int
     window_tokens: int
+
+    def __post_init__(self) -> None:
+        if unknown := next((split for split in (*self.splits, *self.budgets) if split not in SPLITS), ""):
+            raise ProfileError(f"waits: no split of weights is called {unknown!r}; known: {', '.join(SPLITS)}")
 
     def needs(self, questions: str) -> list[Need]:
         """Require the questions of both halves, and a text that fills all windows."""
@@ -118,11 +124,8 @@ def _answers(
     served: ServedModel, full_model: PreTrainedModel, config: WaitsConfig, questions: str, split: str, count: int
 ) -> list[ChatAnswer]:
     prompts = [chat_prompt(served.tokenizer, item.question) for item in load_qa(questions, split)[:count]]
-    parts = (prompts[first : first + config.batch] for first in range(0, len(prompts), config.batch))
-    answers = [tokens for part in parts for tokens in greedy(full_model, part, config.tokens)]
-    eos = served.tokenizer.eos_token_id
-    cut = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in answers]
-    return [ChatAnswer(*pair) for pair in zip(prompts, cut, strict=True)]
+    answers = answers_of(full_model, served.tokenizer, CHAT, prompts, config.tokens, config.batch)
+    return [ChatAnswer(*pair) for pair in zip(prompts, answers, strict=True)]
 
 
 @torch.inference_mode()
@@ -214,13 +217,15 @@ def coarsened(
     most: int,
 ) -> dict[int, str]:
     """The split of each layer: all begin with the first of ``splits``, and the layer that loses fewest kept tokens a
-    byte takes the next one, until all have ``most`` bytes."""
+    byte takes the next one, until all have ``most`` bytes. Raises ProfileError where the last split has more."""
     steps = dict.fromkeys(layers, 0)
 
     def loss(layer: int) -> float:
         now, after = splits[steps[layer]], splits[steps[layer] + 1]
         return (stays[layer, now] - stays[layer, after]) / (size(layer, now) - size(layer, after))
 
+    if (least := sum(size(layer, splits[-1]) for layer in layers)) > most:
+        raise ProfileError(f"waits.budgets: {splits[-1]} in every layer take {least:,} bytes, the budget has {most:,}")
     while sum(size(layer, splits[step]) for layer, step in steps.items()) > most:
         steps[min((layer for layer, step in steps.items() if step + 1 < len(splits)), key=loss)] += 1
     return {layer: splits[step] for layer, step in steps.items()}

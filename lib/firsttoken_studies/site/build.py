@@ -33,10 +33,7 @@ GROUPS = {  # in the order in which they are best read
     "Basics": ("01", "00"),
     "Sarathi-Serve: prompts in chunks, so that nobody waits": ("02", "40", "41", "46", "43"),
     "CPS: a lost cache is copied back or computed again": ("03", "21", "22", "24", "23"),
-    "ProgressiveServe: an answer before the last layer is loaded": (
-        "04",
-        *map(str, range(11, 19)),
-    ),
+    "ProgressiveServe: an answer before the last layer is loaded": ("04", *map(str, range(11, 19))),
     "DroidSpeak: the cache of another model": ("05", "30", "31", "32", "33", "34", "35", "36", "62"),
     "PETALS: layers on other machines": ("06", "50", "51", "52", "53", "54"),
     "Together": ("56", "60", "61", "63", "47", "48"),

@@ -206,6 +206,7 @@ def test_the_first_final_answer_is_the_whole_models_with_drafts_and_without(trai
     drafted = {row["variant"]: row["drafted"] for row in rows_where(result.rows, task="chat")}
     assert drafted["8 bits"] > 0 == drafted["whole"] == drafted["layers, no drafts"]
     assert all(row["kept"] <= row["drafted"] and row["first_s"] <= row["answer_s"] for row in result.rows)
+    assert {row["cold"] for row in result.rows} == {True}, "the link is slower than this disk"
     assert len(draft_figures.answer_rows(result)) == 2 * len(names)
 
 
@@ -225,6 +226,15 @@ def test_layers_get_coarser_where_a_byte_costs_the_fewest_kept_tokens():
         made = waiting.coarsened(range(3), list(sizes), lambda layer, split: sizes[split], stays, most)
         assert made == {layer: "coarse" if layer in coarse else "fine" for layer in range(3)}
         assert sum(sizes[split] for split in made.values()) <= most
+    with pytest.raises(ProfileError, match=r"waits\.budgets: coarse in every layer take 12 bytes, the budget has 11"):
+        waiting.coarsened(range(3), list(sizes), lambda layer, split: sizes[split], stays, 11)
+
+
+def test_a_split_that_does_not_exist_is_named_before_anything_is_loaded(trained):
+    for key in ("splits", "budgets"):
+        waits = dict(trained.sections["waits"]) | {key: ["7 bits"]}
+        with pytest.raises(ProfileError, match="waits: no split of weights is called '7 bits'; known: "):
+            run_experiment("what_waits", dataclasses.replace(trained, sections=trained.sections | {"waits": waits}))
 
 
 def test_open_sessions_are_right_but_for_the_naive_one(trained):
