@@ -104,9 +104,9 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
                         color=COLOURS[look],
                         markerfacecolor="white",
                     )
-        ax.set(title=task, xlabel="s from the start (dotted: plain bytes alone)")
+        ax.set(title=task, xlabel="s from the start (dotted: plain bytes at the rate of the link)")
         ax.set_xlim(left=0)
-    axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{name}, drafts") for name in names])
+    axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{named(name)}, drafts") for name in names])
     axes[0].invert_yaxis()
     name_results(fig, results, "answer_s")
     return fig
