@@ -104,7 +104,7 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
                         color=COLOURS[look],
                         markerfacecolor="white",
                     )
-        ax.set(title=task, xlabel="s from the start (dotted: plain bytes at the rate of the link)")
+        ax.set(title=task, xlabel="s from the start (dotted: plain bytes)")
         ax.set_xlim(left=0)
     axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{named(name)}, drafts") for name in names])
     axes[0].invert_yaxis()

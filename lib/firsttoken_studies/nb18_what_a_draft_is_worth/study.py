@@ -125,7 +125,7 @@ def answers_of(
     count: int,
     batch: int,
 ) -> list[list[int]]:
-    """Return what ``model`` says to each of ``prompts``, ``batch`` at a time: up to ``count`` tokens, and to its end."""
+    """Return what ``model`` says to each of ``prompts``, ``batch`` at a time: up to ``count`` tokens or its end."""
     parts = (prompts[first : first + batch] for first in range(0, len(prompts), batch))
     answers = (tokens for part in parts for tokens in greedy(model, part, count))
     return [_to_the_end(tokens, tokenizer, task) for tokens in answers]
