@@ -57,7 +57,7 @@ from firsttoken_studies.droidspeak import setting
 from firsttoken_studies.nb13_cold_start import study as coldstart
 from firsttoken_studies.nb14_how_many_layers_may_wait import study as layer_sweep
 from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
-from firsttoken_studies.nb18_what_a_draft_is_worth import first_answers, waiting
+from firsttoken_studies.nb18_what_a_draft_is_worth import burst, first_answers, waiting
 from firsttoken_studies.nb18_what_a_draft_is_worth import study as drafted
 from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
@@ -166,7 +166,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(five, "warm_server", counted_lender)
         for place in (five, five_simulated):
             patch.setattr(place, "conversations", short_conversations)
-        for place in (coldstart, layer_sweep, bitplane_starts, first_answers):
+        for place in (coldstart, layer_sweep, bitplane_starts, first_answers, burst):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):
             patch.setattr(models, place, made.model)

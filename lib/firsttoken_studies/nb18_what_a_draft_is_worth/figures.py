@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from firsttoken_studies.nb18_what_a_draft_is_worth.burst import LATE
 from firsttoken_studies.nb18_what_a_draft_is_worth.first_answers import LAYERS, LOSSLESS, PLAIN, WAITS
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import HEALED
 from firsttoken_studies.nb18_what_a_draft_is_worth.waiting import DISTANCE, UNIFORM
@@ -40,7 +41,7 @@ def schematic() -> Schematic:
 def named(variant: str) -> str:
     """Return the name of a cut in figures and tables."""
     waits = variant.removeprefix("lossless, ").removesuffix(" later")
-    names = {HEALED: "8 layers wait, healed", "bits": "sign, exponent, 2 bits"}
+    names = {HEALED: "layers wait, healed", "bits": "sign, exponent, 2 bits"}
     return f"layers {waits} wait" if waits != variant else names.get(variant, variant)
 
 
@@ -127,6 +128,25 @@ def answer_rows(result: Result) -> Rows:
             "n": str(entry["n"]),
         }
         for entry in result.summary.all("answer_s")
+    ]
+
+
+def burst_rows(result: Result) -> Rows:
+    """Every start: when the last layer came and the last of many prompts had its first token, and what waiting cost."""
+    get = result.summary.get
+    names = [entry["where"]["variant"] for entry in result.summary.all("loaded_x")]
+    return [
+        {
+            "start": STARTS.get(name + WAITS, STARTS.get(name, f"{named(name)} first")),
+            "last layer, s": interval(get("loaded_s", variant=name), 2),
+            "over nobody waiting": interval(get("loaded_x", variant=name), 3),
+            "last first token, s": interval(get("first_s", variant=name), 2),
+            "steps behind": interval(get("behind_steps", variant=name), 1),
+            "asked when loaded, steps behind": interval(get("behind_steps", variant=name + LATE), 1),
+            "over asked when loaded": interval(get("first_x", variant=name), 2),
+            "n": str(get("loaded_x", variant=name)["n"]),
+        }
+        for name in names
     ]
 
 

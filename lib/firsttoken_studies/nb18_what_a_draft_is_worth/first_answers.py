@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -50,8 +51,8 @@ class AnswersConfig:
 
 def first_answers(profile: Profile) -> Outcome:
     """Each prompt's answer by a plain start, by one whose bytes are coded without loss, and by stages of layers and of
-    bits that draft. The control is a start by layers whose prompt follows them and which drafts nothing; a prompt
-    cannot follow bits. All wait from the moment the server starts."""
+    bits that draft. The control is a start by layers whose prompt follows them and which drafts nothing. All wait
+    from the moment the server starts."""
     config, drafts = profile.section("answers", AnswersConfig), profile.section("drafts", DraftsConfig)
     quality = profile.section("quality", QualityConfig)
     check([*profile.section("served", ServedConfig).needs(), *drafts.needs(quality)], ModelFacts(profile.model))
@@ -63,7 +64,7 @@ def first_answers(profile: Profile) -> Outcome:
         prompts = prompts_of(task, served, drafts, quality)[: config.starts]
         stop = (tokenizer.eos_token_id, *([tokenizer.encode(STOP)[-1]] if task == SHORT else []))
         with checkpoint_root(False) as root:
-            starts = _starts(served, config, root)
+            starts = starts_of(served, config.splits, root)
         plain = starts[PLAIN]
         read = TrialSpec("read", str(plain.staged), str(plain.stock), "", readers=config.readers, stages=(1,))
         wire = wire_for(config.gbit_per_s, plain.staged, disk_speed(read))
@@ -74,7 +75,7 @@ def first_answers(profile: Profile) -> Outcome:
                 spec = AnswerSpec(
                     *(name, str(checkpoint.staged), str(checkpoint.stock), ""),
                     readers=config.readers,
-                    ids=tuple(ids),
+                    prompts=(tuple(ids),),
                     tokens=tokens,
                     stop=stop,
                     drafts=not name.endswith(WAITS),
@@ -84,9 +85,10 @@ def first_answers(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=provenance)
 
 
-def _starts(served: ServedModel, config: AnswersConfig, root: Any) -> dict[str, Checkpoint]:
-    """The checkpoints that are started, by name."""
-    planes = {split: planes_checkpoint(served, split, plane_after_plane, root) for split in (LOSSLESS, *config.splits)}
+def starts_of(served: ServedModel, splits: Iterable[str], root: Path) -> dict[str, Checkpoint]:
+    """The checkpoints of ``served`` that are started, by name: whole, by layers, coded without loss, and by the planes
+    of each of ``splits``."""
+    planes = {split: planes_checkpoint(served, split, plane_after_plane, root) for split in (LOSSLESS, *splits)}
     return {PLAIN: whole_checkpoint(served), LAYERS: bare_checkpoint(served)} | planes
 
 

@@ -155,7 +155,7 @@ def test_an_all_reduce_takes_the_faster_of_two_kernels(tables):
         (lambda tables: OperatorTables.read("gtx-1080"), r"no operators of 'gtx-1080' are pinned; known: a100-sxm"),
         (lambda tables: tables.product("fp8", 64, 64), r"no products of fp8; measured: bfloat16"),
         (lambda tables: tables.attention(CONTEXT, 4, 8, 16, "bfloat16"), r"no context attention of 4 heads, 8 of keys"),
-        (lambda tables: tables.attention(GENERATION, 16, 2, 16, "bfloat16"), r"measured for these: 1, 2, 4, 8 heads"),
+        (lambda tables: tables.attention(GENERATION, 16, 2, 16, "bfloat16"), r"with these it has 1, 2, 4, 8 heads"),
         (lambda tables: tables.attention(CONTEXT, 4, 2, 128, "bfloat16"), r"128 wide"),
         (lambda tables: tables.all_reduce(8), r"no all-reduce of 8 GPUs; measured: 2, 4"),
         (

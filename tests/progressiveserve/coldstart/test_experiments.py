@@ -19,6 +19,7 @@ from firsttoken_studies.nb15_recovery_timeline import trial as timeline_trial
 from firsttoken_studies.nb16_open_session.study import ROUNDING
 from firsttoken_studies.nb18_what_a_draft_is_worth import figures as draft_figures
 from firsttoken_studies.nb18_what_a_draft_is_worth import waiting
+from firsttoken_studies.nb18_what_a_draft_is_worth.burst import LATE
 from firsttoken_studies.progressiveserve import recovery_figures as recovery_tables
 from firsttoken_studies.progressiveserve.coldstart import figures, trial
 from firsttoken_studies.progressiveserve.coldstart.harness import BUCKET, KERNEL, SERVER, TrialLink
@@ -61,6 +62,7 @@ FEW = {
         "batch": 2,
     },
     "answers": {"splits": ["8 bits"], "starts": 1, "gbit_per_s": 0.01, "readers": 2},
+    "burst": {"waiting": 3, "tokens": 3, "rounds": 1, "gbit_per_s": 0.01},
     "waits": {
         "search": 2,
         "judge": 3,
@@ -208,6 +210,15 @@ def test_the_first_final_answer_is_the_whole_models_with_drafts_and_without(trai
     assert all(row["kept"] <= row["drafted"] and row["first_s"] <= row["answer_s"] for row in result.rows)
     assert {row["cold"] for row in result.rows} == {True}, "the link is slower than this disk"
     assert len(draft_figures.answer_rows(result)) == 2 * len(names)
+
+
+def test_prompts_that_wait_have_their_tokens_soon_after_the_last_layer(trained):
+    result: Result = run_experiment("waiting_burst", trained)
+    starts = ["whole", "layers", "lossless", "8 bits"]
+    assert [row["variant"] for row in result.rows] == [f"{name}{ending}" for name in starts for ending in ("", LATE)]
+    assert all(row["loaded_s"] < row["first_s"] < row["answer_s"] and row["drafted"] == 0 for row in result.rows)
+    assert len({tuple(row["tokens"]) for row in result.rows}) == 1 and {row["cold"] for row in result.rows} == {True}
+    assert len(draft_figures.burst_rows(result)) == len(starts)
 
 
 def test_what_waits_is_chosen_on_other_chats_than_those_that_judge(trained):

@@ -180,8 +180,8 @@ def test_the_story_of_a_start(stage, serve):
     lasted = time.monotonic() - begun
     events = server.status()["events"]
     told = [(event["stage"], event["what"]) for event in events]
-    assert told[:3] == [(0, "started"), (1, "loading"), (1, "serving")]
-    assert set(told[3:]) <= {(k, what) for k in (2, 3) for what in ("loading", "arrived", "serving")}
+    assert told[:4] == [(0, "started"), (1, "loading"), (1, "arrived"), (1, "serving")]
+    assert set(told[4:]) <= {(k, what) for k in (2, 3) for what in ("loading", "arrived", "serving")}
     assert told[-1] == (3, "serving") and (2, "arrived") in told and (3, "arrived") in told
     times = [event["at_s"] for event in events]
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= lasted

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from firsttoken.assets.model_config import CONFIG
 from firsttoken.link.shaped import Link
-from firsttoken.progressiveserve.checkpoint.manifest import Manifest, read_manifest
+from firsttoken.progressiveserve.checkpoint.manifest import Manifest, PartFile, read_manifest
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
 from firsttoken.progressiveserve.loading.read_memory import BEFORE_TORCH, Memory, cpu_memory
 from firsttoken.progressiveserve.loading.read_plan import adapter_blobs, open_reader, part_blobs, parts_of
@@ -88,12 +88,12 @@ class StageLoader:
         return any(part.refines for stage in self.manifest.stages for part in stage.parts)
 
     @property
-    def brings_once(self) -> bool:
-        """Return whether every part comes in one stage alone and no adapter is in the last, so that a layer which is in
-        its place is the last stage's already."""
+    def shares_weights(self) -> bool:
+        """Return whether a layer of which every part has come is the last stage's: the last stage has no adapter, and a
+        part that comes once more refines the weights that are there, for every stage."""
         stages = self.manifest.stages
-        layers = [{part.layer for part in stage.parts} for stage in stages]
-        return stages[-1].adapter is None and sum(map(len, layers)) == len(set().union(*layers))
+        brought = [{part.layer for part in stage.parts if not part.refines} for stage in stages]
+        return stages[-1].adapter is None and sum(map(len, brought)) == len(set().union(*brought))
 
     def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
         """The model before its weights, which are read meanwhile; ``begun`` returns their builder where somebody else
@@ -157,7 +157,7 @@ class StageLoader:
         if (key := (last, count, stage)) not in self._arrived:  # asked by every request, each millisecond
             absent = [] if load is None else load.parts[count:]
             absent += [part for later in self.manifest.stages[last:stage] for part in later.parts]
-            self._arrived[key] = min((part.layer for part in absent if part.layer is not None), default=depth)
+            self._arrived[key] = min((_layers_below(part, depth) for part in absent), default=depth)
         return self._arrived[key]
 
     def ended_by(self, error: Exception) -> bool:
@@ -175,3 +175,11 @@ class StageLoader:
         for reader, memory in ahead:
             memory.close()
             reader.close()
+
+
+def _layers_below(part: PartFile, depth: int) -> int:
+    """Return how many of the first layers of ``depth`` compute as in the end while ``part`` is on its way. A step waits
+    for the embedding and the head, unless they are there and only refined."""
+    if part.layer is not None or not part.refines:
+        return depth if part.layer is None else part.layer
+    return 0 if any("embed_tokens" in name for name in part.carried) else depth - 1

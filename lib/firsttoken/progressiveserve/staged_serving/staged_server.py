@@ -84,6 +84,7 @@ class StagedServer(LoadingServer):
         self._status_written.clear()
         server = self._run(self._live, self._client_error, self._note_recovery, final=self._final)
         self._loader.finish(load)
+        self._note(self._first, "arrived")
         server.call(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
         server.versions = self._variants()
@@ -110,11 +111,11 @@ class StagedServer(LoadingServer):
         return load
 
     def _final_version(self, first: StageView) -> StagedModelVersion | None:
-        """The last stage, which prompts follow as it arrives; None where this is the ``first``, or changes layers that
-        an earlier one has brought, which are not exact then."""
+        """The last stage, which prompts follow as it arrives; None where this is the ``first``, or has other weights in
+        place of those that an earlier one has brought."""
         from firsttoken.progressiveserve.loading.views import make_view
 
-        if not self._recover or first.stage == self._stages or not self._loader.brings_once:
+        if not self._recover or first.stage == self._stages or not self._loader.shares_weights:
             return None
         version = self._view(make_view(self._stages, list(self._loader.meta_model.layers), first.ends))
         version.arrival = partial(self._loader.arrived, self._stages)

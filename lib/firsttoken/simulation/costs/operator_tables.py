@@ -138,9 +138,11 @@ class OperatorTables:
         fits &= table["num_key_value_heads"] == kv_heads
         measured = np.unique(table["num_heads"][fits])
         if not len(measured) or not measured[0] <= heads <= measured[-1]:
+            numbers = ", ".join(map(str, measured))
+            measurements = f"with these it has {numbers} heads" if numbers else "it has none with these"
             raise ProfileError(
                 f"{self.card} has no {kind} attention of {heads} heads, {kv_heads} of keys and values, {head_dim} "
-                f"wide, over a {kv} cache; measured for these: {', '.join(map(str, measured)) or 'none'} heads"
+                f"wide, over a {kv} cache; {measurements}"
             )
         sizes = "isl" if kind == CONTEXT else "step"
         neighbours = [
