@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from firsttoken.study.summary import Entry
 from firsttoken_studies.nb18_what_a_draft_is_worth.burst import LATE
 from firsttoken_studies.nb18_what_a_draft_is_worth.first_answers import LAYERS, LOSSLESS, PLAIN, WAITS
 from firsttoken_studies.nb18_what_a_draft_is_worth.study import HEALED
@@ -14,6 +15,7 @@ from firsttoken_studies.record.show import interval
 
 STARTS = {PLAIN: "whole model, plain", LOSSLESS: "whole model, coded without loss", LAYERS: "layers wait, drafts"}
 STARTS |= {LAYERS + WAITS: "layers wait, no drafts"}
+BURSTS = {PLAIN: "whole model", LAYERS: "layers wait"}
 HALF = 50  # % of a draft that must stay for it to be worth a client's reading
 
 
@@ -134,19 +136,23 @@ def answer_rows(result: Result) -> Rows:
 def burst_rows(result: Result) -> Rows:
     """Every start: when the last layer came and the last of many prompts had its first token, and what waiting cost."""
     get = result.summary.get
-    names = [entry["where"]["variant"] for entry in result.summary.all("loaded_x")]
+
+    def shown(measure: str, entry: Entry, digits: int, ending: str = "") -> str:
+        labels = entry["where"] | {"variant": entry["where"]["variant"] + ending}
+        return interval(get(measure, **labels), digits)
+
     return [
         {
-            "start": STARTS.get(name + WAITS, STARTS.get(name, f"{named(name)} first")),
-            "last layer, s": interval(get("loaded_s", variant=name), 2),
-            "over nobody waiting": interval(get("loaded_x", variant=name), 3),
-            "last first token, s": interval(get("first_s", variant=name), 2),
-            "steps behind": interval(get("behind_steps", variant=name), 1),
-            "asked when loaded, steps behind": interval(get("behind_steps", variant=name + LATE), 1),
-            "over asked when loaded": interval(get("first_x", variant=name), 2),
-            "n": str(get("loaded_x", variant=name)["n"]),
+            "start": f"{BURSTS.get(name := entry['where']['variant'], f'{name} first')}, {entry['where']['link']}",
+            "last layer, s": shown("loaded_s", entry, 2),
+            "over nobody waiting": shown("loaded_x", entry, 3),
+            "last first token, s": shown("first_s", entry, 2),
+            "steps behind": shown("behind_steps", entry, 1),
+            "asked when loaded, steps behind": shown("behind_steps", entry, 1, LATE),
+            "over asked when loaded": shown("first_x", entry, 2),
+            "n": str(entry["n"]),
         }
-        for name in names
+        for entry in result.summary.all("loaded_x")
     ]
 
 

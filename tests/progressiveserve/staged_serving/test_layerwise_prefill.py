@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from coarse_plans import coarse_first
-from growing import TIMEOUT_S, bytes_until, events_of
+from growing import TIMEOUT_S, bytes_until, events_of, part_path
 from plain_tokens import TOLERANCE, check_greedy, judged
 from waiting import until
 
@@ -180,6 +180,23 @@ def test_each_of_64_prompts_lacks_one_step_when_the_last_layer_is_here(stage, se
         said = [event.token_id for event in events]
         check_greedy(said, judged(staged.served.model, prompt, said), IN_BF16 if "bits" in coming else TOLERANCE)
     assert began[steps:] == [64, 64], "one step says the first token of all, the next the second"
+
+
+def test_prompts_that_follow_bits_wait_for_those_that_come_damaged(stage, serve) -> None:
+    staged = stage(**PLANS["bits"])
+    path = part_path(staged, 2, 3)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    server = serve(staged)
+    prompts = [[*SHARED[:count], 7] for count in (3, 9, 20)]
+    sessions = [server.submit(prompt, Sampling(4, verify="equal", drafts=False)) for prompt in prompts]
+    until(lambda: "wrong sha256" in (server.status()["error"] or ""), "the damage is told")
+    assert {event.stage for event in events_of(server.submit([5, 6], 4))} == {1}, "it answers meanwhile"
+    assert server.stats().waiting == 3
+    path.write_bytes(content)
+    for prompt, session in zip(prompts, sessions, strict=True):
+        said = [event.token_id for event in events_of(session)]
+        check_greedy(said, judged(staged.served.model, prompt, said), IN_BF16)
 
 
 @pytest.mark.parametrize("options", [{"adapters": (1, 2, 3)}, {"plan": lambda names: coarse_first(names, 6)}])
