@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from firsttoken.progressiveserve.checkpoint.part_formats import AllocateTensor, StoredPart, stored_tensor
 from firsttoken.study.errors import ModelError
@@ -29,7 +30,8 @@ class PlaneRefiner:
 
     def __init__(self, between: Callable[[Merge], Any]) -> None:
         self._between = between
-        self._merged: dict[tuple[str, int], int] = {}  # words, by tensor and plane: none is merged twice
+        # words by parameter and plane: none is merged twice, unless the planes below were put anew in another parameter
+        self._merged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def refine(self, part: StoredPart, file: memoryview, parameters: Callable[[str], nn.Parameter]) -> None:
         """Merge the planes of ``part``, whose ``file`` is there, into ``parameters``. Raises ModelError."""
@@ -54,8 +56,8 @@ class PlaneRefiner:
         is exact: a wider float holds every narrower one.
         """
         weights, coding = parameter.data.view(-1), part.coding
-        key = name, coding.plane
-        done = self._merged.get(key, 0)  # by a load that failed after it
+        merged = self._merged.setdefault(parameter, {})
+        done = merged.get(coding.plane, 0)  # by a load that failed after it
         if done == len(weights):
             return
         stored_as = coding.cut[name].dtype
@@ -71,7 +73,7 @@ class PlaneRefiner:
 
             def merge(start: int = start, some: Tensor = words[start : start + AT_ONCE]) -> None:
                 made.refine(some, coding.plane, streams, start)
-                self._merged[key] = start + len(some)
+                merged[coding.plane] = start + len(some)
 
             yield min(AT_ONCE, len(words) - start), merge
 

@@ -21,7 +21,7 @@ from firsttoken.progressiveserve.staged_serving.staged_server import StagedServe
 from firsttoken_studies.probes.fast_exit import tell_and_end
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 
-ASK_S = 0.001  # between two looks at whether the load has ended
+ASK_S = 0.01  # between two looks at whether the load has ended
 
 
 @dataclass(frozen=True)

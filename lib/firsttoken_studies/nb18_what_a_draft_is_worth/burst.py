@@ -73,15 +73,18 @@ def waiting_burst(profile: Profile) -> Outcome:
 
 
 def burst_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
-    """Summarize by link and start the seconds to the last layer and to the last prompt's first token, the steps between
-    the two, and both times over those of prompts that are asked when the last layer is there."""
+    """Summarize by link and start the seconds to the last layer and to the last prompt's first token, the seconds and
+    steps between the two, and both times over those of prompts that are asked when the last layer is there."""
     summary = Summary()
     for link, name in dict.fromkeys((row["link"], row["variant"]) for row in rows):
         of_link, labels = rows_where(rows, link=link), {"link": link, "variant": name}
         for column in ("loaded_s", "first_s", "step_s"):
             summary.add(column, bootstrap(values(of_link, name, column), "median").summary("s"), **labels)
-        steps = [(row["first_s"] - row["loaded_s"]) / row["step_s"] for row in rows_where(of_link, variant=name)]
-        summary.add("behind_steps", bootstrap(steps, "median").summary("steps"), **labels)
+        behind = [(row["first_s"] - row["loaded_s"], row["step_s"]) for row in rows_where(of_link, variant=name)]
+        summary.add("behind_s", bootstrap([s for s, _ in behind], "median").summary("s"), **labels)
+        summary.add(
+            "behind_steps", bootstrap([s / step_s for s, step_s in behind], "median").summary("steps"), **labels
+        )
         if not name.endswith(LATE):
             for measure, column in (("loaded_x", "loaded_s"), ("first_x", "first_s")):
                 summary.add(measure, ratio(of_link, name, name + LATE, column).summary("x"), **labels)

@@ -77,7 +77,7 @@ def kept_rows(result: Result) -> Rows:
             "bytes first": f"{entry['value']:.3f}",
             "tokens kept": interval(get("kept", **entry["where"])),
             "kept, %": interval(get("kept_pct", **entry["where"])),
-            "same word anywhere, %": interval(get("same_pct", **entry["where"])),
+            "same word in its place, %": interval(get("same_pct", **entry["where"])),
             "n": str(get("kept", **entry["where"])["n"]),
         }
         for entry in result.summary.all("byte_share")
@@ -134,7 +134,7 @@ def answer_rows(result: Result) -> Rows:
 
 
 def burst_rows(result: Result) -> Rows:
-    """Every start: when the last layer came and the last of many prompts had its first token, and what waiting cost."""
+    """Every start: when the last layer came, how long behind it the last of many prompts had its first token."""
     get = result.summary.get
 
     def shown(measure: str, entry: Entry, digits: int, ending: str = "") -> str:
@@ -144,13 +144,12 @@ def burst_rows(result: Result) -> Rows:
     return [
         {
             "start": f"{BURSTS.get(name := entry['where']['variant'], f'{name} first')}, {entry['where']['link']}",
-            "last layer, s": shown("loaded_s", entry, 2),
-            "over nobody waiting": shown("loaded_x", entry, 3),
-            "last first token, s": shown("first_s", entry, 2),
-            "steps behind": shown("behind_steps", entry, 1),
-            "asked when loaded, steps behind": shown("behind_steps", entry, 1, LATE),
-            "over asked when loaded": shown("first_x", entry, 2),
-            "n": str(entry["n"]),
+            "last layer after, s": shown("loaded_s", entry, 2),
+            "over that with nobody waiting": shown("loaded_x", entry, 3),
+            "last first token behind it, s": shown("behind_s", entry, 2),
+            "in steps": shown("behind_steps", entry, 1),
+            "asked when loaded, s": shown("behind_s", entry, 2, LATE),
+            "starts": str(entry["n"]),
         }
         for entry in result.summary.all("loaded_x")
     ]

@@ -216,7 +216,7 @@ def test_prompts_that_wait_have_their_tokens_soon_after_the_last_layer(trained):
     result: Result = run_experiment("waiting_burst", trained)
     starts = ["whole", "layers", "8 bits"]
     assert [row["variant"] for row in result.rows] == [f"{name}{ending}" for name in starts for ending in ("", LATE)]
-    assert all(row["loaded_s"] < row["first_s"] < row["answer_s"] and row["drafted"] == 0 for row in result.rows)
+    assert all(row["loaded_s"] <= row["first_s"] < row["answer_s"] and row["drafted"] == 0 for row in result.rows)
     assert len({tuple(row["tokens"]) for row in result.rows}) == 1 and {row["cold"] for row in result.rows} == {True}
     assert len(draft_figures.burst_rows(result)) == len(starts)
 

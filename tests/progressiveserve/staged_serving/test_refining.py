@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
+
 import pytest
 import torch
 from growing import PROMPT, TIMEOUT_S, events_of, part_path
 from plain_tokens import check_greedy, generated, judged
 from waiting import until, wait_stage
 
+from firsttoken.engine.request import Sampling
+from firsttoken.engine.request_limits import RequestLimits
+from firsttoken.link.shaped import Link
+from firsttoken.progressiveserve.staged_serving.staged_server import StagedServer
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain, RequestBoundary
 from firsttoken_extras.bitplanes.plane_plan import by_planes
 
@@ -54,3 +61,37 @@ def test_a_session_talks_on_while_its_weights_refine(stage, serve, policy):
         generated(staged.served.model, PROMPT, 16),
         IN_BF16,
     )
+
+
+def later_whole(parts: Sequence[str], planes: int) -> list[list[tuple[str, int]]]:
+    """Both planes of one layer come in the second stage, beside the last one of the others."""
+    waiting = "layer 03"
+    second = [(part, plane) for part in parts for plane in range(planes) if plane or part == waiting]
+    return [[(part, 0) for part in parts if part != waiting], second]
+
+
+def test_planes_of_a_layer_that_come_together_come_again_after_a_failure(stage, serve, monkeypatch) -> None:
+    monkeypatch.setattr(StagedServer, "_complete", lambda server, served: None)  # it lets go of the plain layers
+    staged = stage(dtype=torch.bfloat16, plan=lambda shapes: by_planes(shapes, "bits", later_whole))
+    path = part_path(staged, 2, -2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    server = serve(staged)
+    follower = server.submit(PROMPT, Sampling(4, verify="equal", drafts=False))
+    until(lambda: "wrong sha256" in (server.status()["error"] or ""), "the damage is told, behind both planes")
+    path.write_bytes(content)
+    said = [event.token_id for event in events_of(follower) if not event.draft]
+    check_greedy(said, judged(staged.served.model, PROMPT, said), IN_BF16)
+    assert wait_stage(server, 2, TIMEOUT_S)
+    exact = staged.served.model.model.layers[3].state_dict()
+    layer = server._last.modules.base[3].state_dict()
+    assert all(torch.equal(layer[name], weights) for name, weights in exact.items())
+
+
+def test_a_server_that_begins_with_two_planes_ends_with_all(stage) -> None:
+    staged = in_planes(stage, "bits in three")
+    with closing(StagedServer(staged.folder, [Link()], RequestLimits(), begin=2)) as server:
+        server.start()
+        events = events_of(server.submit(PROMPT, Sampling(4, verify="equal", drafts=False)))
+        said = [event.token_id for event in events if not event.draft]
+        check_greedy(said, judged(staged.served.model, PROMPT, said), IN_BF16)

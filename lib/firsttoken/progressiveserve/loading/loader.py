@@ -106,7 +106,7 @@ class StageLoad:
             if part.layer is not None:
                 # A layer that serves already takes other weights in a copy: requests may stay with the earlier stage,
                 # which goes on with its own. (What refines weights changes these themselves, for all stages.)
-                present = not isinstance(base[part.layer], PassLayer)
+                present = not isinstance(previous.base[part.layer], PassLayer)
                 old = base[part.layer] if present else self._meta_model.layers[part.layer]
                 base[part.layer] = shared_copy(old, own_parameters=True) if present else old
                 self._targets[part.layer] = base[part.layer]
@@ -119,9 +119,9 @@ class StageLoad:
         try:
             for placed, part in zip(self._placed, self.parts, strict=True):
                 placed.set_result(self._to_device(part, self._builder.next_part()))
+            self.arrived_s = time.monotonic()
             brought = self._manifest.stages[: self.view.stage]
             check_loaded(self.view, {part.layer for stage in brought for part in stage.parts if part.layer is not None})
-            self.arrived_s = time.monotonic()
         except Exception as error:
             self.failure = error
             self._builder.stop()

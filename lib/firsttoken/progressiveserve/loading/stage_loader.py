@@ -90,10 +90,13 @@ class StageLoader:
     @property
     def shares_weights(self) -> bool:
         """Return whether a layer of which every part has come is the last stage's: the last stage has no adapter, and a
-        part that comes once more refines the weights that are there, for every stage."""
+        part that comes once more refines the weights that are there, for every stage. A load that fails brings its
+        parts again, of which none may make a layer coarse: a stage brings one part of a layer."""
         stages = self.manifest.stages
+        layers = [[part.layer for part in stage.parts if part.layer is not None] for stage in stages]
         brought = [{part.layer for part in stage.parts if not part.refines} for stage in stages]
-        return stages[-1].adapter is None and sum(map(len, brought)) == len(set().union(*brought))
+        once = sum(map(len, brought)) == len(set().union(*brought)) and all(len(set(of)) == len(of) for of in layers)
+        return once and stages[-1].adapter is None
 
     def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
         """The model before its weights, which are read meanwhile; ``begun`` returns their builder where somebody else

@@ -84,7 +84,7 @@ class StagedServer(LoadingServer):
         self._status_written.clear()
         server = self._run(self._live, self._client_error, self._note_recovery, final=self._final)
         self._loader.finish(load)
-        self._note(self._first, "arrived")
+        self._note_arrival(self._first, load)
         server.call(self._gates.close)  # the gates go while no step passes them
         self._compare(self._first)
         server.versions = self._variants()
@@ -138,12 +138,13 @@ class StagedServer(LoadingServer):
         def load() -> StageView:
             load = loader.load(stage, previous)
             self._fuse_beside()  # while bytes are on their way
-            return loader.finish(load)
+            view = loader.finish(load)
+            self._note_arrival(stage, load)
+            return view
 
         view = self._attempt(stage, load)
         if view is None:
             return False
-        self._note(stage, "arrived")
         if self._final is not None and stage == self._stages:
             self._last = self._final
             self._last.modules = view
@@ -154,6 +155,9 @@ class StagedServer(LoadingServer):
         self._compare(stage)
         self._server.call_soon(partial(self._switch_to, self._last, self._variants()))
         return True
+
+    def _note_arrival(self, stage: int, load: StageLoad) -> None:
+        self._note(stage, "arrived", at_s=load.arrived_s - self._started_s)
 
     def _complete(self, served: ModelVersion) -> None:
         """Fuse the layers of the last stage, which is ``served``, once it has taken over."""
