@@ -80,10 +80,12 @@ def burst_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
         of_link, labels = rows_where(rows, link=link), {"link": link, "variant": name}
         for column in ("loaded_s", "first_s", "step_s"):
             summary.add(column, bootstrap(values(of_link, name, column), "median").summary("s"), **labels)
-        behind = [(row["first_s"] - row["loaded_s"], row["step_s"]) for row in rows_where(of_link, variant=name)]
-        summary.add("behind_s", bootstrap([s for s, _ in behind], "median").summary("s"), **labels)
+        delays = [(row["first_s"] - row["loaded_s"], row["step_s"]) for row in rows_where(of_link, variant=name)]
+        summary.add("behind_s", bootstrap([delay_s for delay_s, _ in delays], "median").summary("s"), **labels)
         summary.add(
-            "behind_steps", bootstrap([s / step_s for s, step_s in behind], "median").summary("steps"), **labels
+            "behind_steps",
+            bootstrap([delay_s / step_s for delay_s, step_s in delays], "median").summary("steps"),
+            **labels,
         )
         if not name.endswith(LATE):
             for measure, column in (("loaded_x", "loaded_s"), ("first_x", "first_s")):

@@ -95,7 +95,9 @@ class StageLoader:
         stages = self.manifest.stages
         layers = [[part.layer for part in stage.parts if part.layer is not None] for stage in stages]
         brought = [{part.layer for part in stage.parts if not part.refines} for stage in stages]
-        once = sum(map(len, brought)) == len(set().union(*brought)) and all(len(set(of)) == len(of) for of in layers)
+        once = sum(map(len, brought)) == len(set().union(*brought)) and all(
+            len(set(numbers)) == len(numbers) for numbers in layers
+        )
         return once and stages[-1].adapter is None
 
     def build(self, begun: Callable[[torch.device, torch.dtype], WeightBuilder] | None = None) -> MetaModel:
