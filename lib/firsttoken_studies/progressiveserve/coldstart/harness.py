@@ -82,8 +82,11 @@ def run_trials(rounds: Sequence[Sequence[TrialSpec]], wire: TrialLink, seed: int
 def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module: str = TRIAL) -> dict[str, object]:
     """One trial over ``wire``, by ``module``; its row says how cold the files were."""
     compile_modules()
-    files = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*.safetensors"))]
+    every = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    files = [path for path in every if path.suffix == ".safetensors"]
     resident = make_cold(files) if wire.cold else make_warm(files)
+    warm_libraries()
+    make_warm([path for path in every if path not in files])
     touch_memory(sum(path.stat().st_size for path in files))
     folder, bucket = Path(spec.staged), wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
     with ExitStack() as held:
@@ -120,6 +123,17 @@ def compile_modules() -> None:
     for package in ("firsttoken", "firsttoken_cpu", "firsttoken_studies", "firsttoken_extras", "firsttoken_serve"):
         for folder in importlib.import_module(package).__path__:
             compileall.compile_dir(folder, quiet=2)
+
+
+def warm_libraries() -> None:
+    """Read the files of all modules of this process into the page cache, as those of a trial are among them.
+
+    Where a page of the weights stays, ``make_cold`` drops those of all files. Under a limit in the kernel a trial's
+    imports would then wait behind the weights, and so would the hash of the tokenizer: over 0.1 Gbit/s torch was there
+    after 22 s, with the last weight.
+    """
+    names = {getattr(module, name, None) for module in [*sys.modules.values()] for name in ("__file__", "__cached__")}
+    make_warm([path for path in (Path(name) for name in names if isinstance(name, str)) if path.is_file()])
 
 
 @contextmanager
