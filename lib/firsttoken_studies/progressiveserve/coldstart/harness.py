@@ -85,8 +85,9 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module
     every = [path for folder in {spec.staged, spec.stock} for path in sorted(Path(folder).rglob("*")) if path.is_file()]
     files = [path for path in every if path.suffix == ".safetensors"]
     resident = make_cold(files) if wire.cold else make_warm(files)
-    warm_libraries()
-    make_warm([path for path in every if path not in files])
+    if wire.cold:
+        warm_libraries()
+        make_warm([path for path in every if path not in files])
     touch_memory(sum(path.stat().st_size for path in files))
     folder, bucket = Path(spec.staged), wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
     with ExitStack() as held:
@@ -132,8 +133,10 @@ def warm_libraries() -> None:
     imports would then wait behind the weights, and so would the hash of the tokenizer: over 0.1 Gbit/s torch was there
     after 22 s, with the last weight.
     """
-    names = {getattr(module, name, None) for module in [*sys.modules.values()] for name in ("__file__", "__cached__")}
-    make_warm([path for path in (Path(name) for name in names if isinstance(name, str)) if path.is_file()])
+    modules = [*sys.modules.values()]
+    names = {getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules}
+    paths = (Path(name) for name in names if isinstance(name, str))
+    make_warm([path for path in paths if path.is_file() and resident_fraction(path) != 1])
 
 
 @contextmanager
