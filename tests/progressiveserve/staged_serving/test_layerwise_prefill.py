@@ -178,7 +178,9 @@ def test_each_of_64_prompts_lacks_one_step_when_the_last_layer_is_here(stage, se
         events = events_of(session)
         assert {(event.stage, event.draft) for event in events} == {(count, False)}
         said = [event.token_id for event in events]
-        check_greedy(said, judged(staged.served.model, prompt, said), IN_BF16 if "bits" in coming else TOLERANCE)
+        bits = "bits" in coming
+        compared = check_greedy(said, judged(staged.served.model, prompt, said), IN_BF16 if bits else TOLERANCE)
+        assert len(said) == 2 and (compared == 2 or bits), "in bf16 a tie ends the comparison"
     assert began[steps:] == [64, 64], "one step says the first token of all, the next the second"
 
 

@@ -185,6 +185,8 @@ class StageLoader:
 def _layers_below(part: PartFile, depth: int) -> int:
     """Return how many of the first layers of ``depth`` compute as in the end while ``part`` is on its way. A step waits
     for the embedding and the head, unless they are there and only refined."""
-    if part.layer is not None or not part.refines:
-        return depth if part.layer is None else part.layer
+    if part.layer is not None:
+        return part.layer
+    if not part.refines:
+        return depth
     return 0 if any("embed_tokens" in name for name in part.carried) else depth - 1
