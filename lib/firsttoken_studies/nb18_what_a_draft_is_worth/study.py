@@ -125,10 +125,16 @@ def answers_of(
     count: int,
     batch: int,
 ) -> list[list[int]]:
-    """Return what ``model`` says to each of ``prompts``, ``batch`` at a time: up to ``count`` tokens or its end."""
-    parts = (prompts[first : first + batch] for first in range(0, len(prompts), batch))
-    answers = (tokens for part in parts for tokens in greedy(model, part, count))
-    return [_to_the_end(tokens, tokenizer, task) for tokens in answers]
+    """Return what ``model`` says to each of ``prompts``: up to ``count`` tokens or its end.
+
+    It reads ``batch`` at a time, by length, so that little of what it reads fills up a shorter prompt.
+    """
+    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    answers: dict[int, list[int]] = {}
+    for first in range(0, len(by_length), batch):
+        numbers = by_length[first : first + batch]
+        answers.update(zip(numbers, greedy(model, [prompts[number] for number in numbers], count), strict=True))
+    return [_to_the_end(answers[number], tokenizer, task) for number in range(len(prompts))]
 
 
 def _to_the_end(tokens: list[int], tokenizer: PreTrainedTokenizerBase, task: str) -> list[int]:
