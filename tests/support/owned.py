@@ -25,8 +25,8 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.swap.block_copier import CopyTimes, start
 from firsttoken.engine.swap.coalesced import OnThread, Overlapped
 from firsttoken.engine.swap.host_pool import Span
@@ -236,13 +236,14 @@ class Ordeal:
             block_tokens=self.block_tokens,
             host_blocks=draw.choice((0, 20, 200, 200, 200)),
             swap=draw.choice(("overlapped", "overlapped", "coalesced", "per_block")),
+            write_through=draw.random() < 0.3,
             preemption=draw.choice(("swap", "swap", "recompute")),
             scheduler=draw.choice(("sarathi", "sarathi", "prefill_first", "iteration_level", "shortest_first")),
             victim=draw.choice(sorted(VICTIMS)),
             requests=requests,
             token_budget=requests * draw.choice((1, 1, 2, 6)),
             share_prefixes=draw.random() < 0.5,
-            overtake=draw.random() < 0.3,
+            resume=draw.choice(("in_order", "in_order", "any_that_fits", "shortest_first")),
         )
         self.engine: Engine = self.run.engine
         self.guard = Guard(self.engine)

@@ -13,7 +13,7 @@ import pytest
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import load_lock
 from firsttoken.engine.preemption import PREEMPTION
-from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
+from firsttoken.engine.preemption.victims import VICTIM, VICTIMS
 from firsttoken.petals.routing import Reachable
 from firsttoken.sarathi.policy import SCHEDULER
 from firsttoken.study import paths, policy_file

@@ -20,8 +20,8 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import PreemptionPolicy
+from firsttoken.engine.preemption.victims import VICTIMS, Drawn, Victim, first_arrived, last_arrived, victim_named
 from firsttoken.engine.request import Request
-from firsttoken.engine.scheduler_state import VICTIMS, Victim
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload_items import Item
 from firsttoken.simulation.costs.published import PublishedCosts
@@ -36,7 +36,7 @@ from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, Rep
 from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
-RULES = (*VICTIMS, FREED, RANDOM)
+RULES = (*VICTIMS, FREED)
 RECOVERIES = ("swap", "recompute", "cross_point")
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
@@ -70,11 +70,11 @@ class VictimsConfig:
                 raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
-def victim_of(name: str, costs: Costs, seed: int, rules: Mapping[str, Victim] = VICTIMS) -> str | Victim:
-    """Return the victim rule called ``name``: one of ``rules``, or one that needs ``costs`` or a ``seed``."""
+def victim_of(name: str, costs: Costs, seed: int, own: Mapping[str, Victim] | None = None) -> Victim:
+    """Return the victim rule called ``name``: one of a reader's ``own``, one that needs ``costs`` or a ``seed``, or the
+    engine's."""
     if name == RANDOM:
-        chance = random.Random(seed)
-        return lambda running: chance.choice(running)
+        return Drawn(seed)
     if name == FREED:
 
         def freed_for_its_cost(request: Request) -> tuple[float, int]:
@@ -83,7 +83,7 @@ def victim_of(name: str, costs: Costs, seed: int, rules: Mapping[str, Victim] = 
             return len(request.blocks) / cheapest_s, request.order
 
         return lambda running: max(running, key=freed_for_its_cost)
-    return rules[name]
+    return (own or {}).get(name) or victim_named(name)
 
 
 METRICS = ("p99_tpot_ms", "mean_ttft_ms", "longest_gap_s", "preemptions")
@@ -97,8 +97,8 @@ MEASURES = {  # of the summary: its column of the rows, and the unit
 def victims(
     profile: Profile,
     *,
-    last_that_came: Victim = VICTIMS[LIFO],
-    first_that_came: Victim = VICTIMS["first_arrived"],
+    last_that_came: Victim = last_arrived,
+    first_that_came: Victim = first_arrived,
 ) -> Outcome:
     """Rows {blocks, scheduler, recovery, victim, seeds, and for each of ``METRICS`` a list by seed}, on the costs of
     CPS's Table 2. Both rules may be a reader's, in place of the engine's."""
@@ -110,21 +110,21 @@ def victims(
     named = ("blocks", "scheduler", "recovery", "victim")
     every = product(config.pools, config.schedulers, config.recoveries, config.victims)
     cases = [dict(zip(named, case, strict=True)) for case in every]
-    rules = VICTIMS | {LIFO: last_that_came, "first_arrived": first_that_came}
+    own = {LIFO: last_that_came, "first_arrived": first_that_came}
     rows: Rows = []
     for case in track(cases, desc="victims"):
-        runs = [run_with(loads[seed], costs, case | {"seed": seed}, rules) for seed in seeds]
+        runs = [run_with(loads[seed], costs, case | {"seed": seed}, own) for seed in seeds]
         rows.append(case | {"seeds": seeds} | {name: [round(run[name], 4) for run in runs] for name in METRICS})
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
 def run_with(
-    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], rules: Mapping[str, Victim] = VICTIMS
+    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], own: Mapping[str, Victim] | None = None
 ) -> dict[str, Any]:
     """Return what clients saw of one case, and the longest time that a request waited for its next token."""
     executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
-    victim = victim_of(case["victim"], costs, case["seed"], rules)
+    victim = victim_of(case["victim"], costs, case["seed"], own)
     settings = EngineConfig(victim=victim, watermark=0.0, **SCHEDULERS[case["scheduler"]])
     return seen(executor, settings, make_policy(case["recovery"]), items)
 

@@ -5,49 +5,19 @@ Here requests have blocks, lose them, have them back, move to another version, a
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.drafts import take_draft
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
+from firsttoken.engine.preemption.resume import IN_ORDER, resume_order_named
+from firsttoken.engine.preemption.victims import Victim
 from firsttoken.engine.request import Phase, Request, ScheduledChunk
-from firsttoken.engine.scheduler_state import KVSource, LayerwisePrefill, PendingPrefix, Queues, Victim
-from firsttoken.study.errors import ProfileError
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of a step: what it may hold, and how long it may take.
-
-    ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
-
-    ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers
-    that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a
-    request) and ``ttft_s`` (to its first) leave.
-    ``wait_s`` is how long one that prefers short prompts may let others wait. Raises ProfileError for what is below 1,
-    or no time.
-    """
-
-    requests: int = 256
-    prefill_tokens: int = 2048
-    overtake: bool = False
-    token_budget: int = 512
-    tbt_s: float = math.inf
-    ttft_s: float = math.inf
-    wait_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "prefill_tokens", "token_budget"):
-            if getattr(self, name) < 1:
-                raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
-        for name in ("tbt_s", "ttft_s", "wait_s"):
-            if not getattr(self, name) > 0:
-                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
+from firsttoken.engine.scheduler_state import KVSource, LayerwisePrefill, PendingPrefix, Queues
+from firsttoken.engine.schedulers.scheduler_config import SchedulerConfig
 
 
 class Scheduler(Queues, ABC):
@@ -77,6 +47,7 @@ class Scheduler(Queues, ABC):
         self.config = config
         self.preemptor = preemptor
         self.victim = victim
+        self.resume_order = resume_order_named(config.resume)
         self.prefixes = prefixes
         self.planned: list[ScheduledChunk] = []  # for the coming step, by now
         self.preempted = 0  # how often so far
@@ -166,7 +137,7 @@ class Scheduler(Queues, ABC):
             return chunks, False
         num_running = len(self.running)
         self.resume()
-        return chunks + [self.chunk(request) for request in self.running[num_running:]], True
+        return chunks + [self.chunk(request) for request in self.running[num_running:] if request.decoding], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones.
@@ -188,11 +159,11 @@ class Scheduler(Queues, ABC):
         return chunks
 
     def resume(self) -> None:
-        """Give blocks back to swapped requests, the first come first, as long as there are enough.
+        """Give blocks back to swapped requests in the order that ``config.resume`` names, as long as there are enough.
 
-        Where the first does not fit the others wait too, unless ``config.overtake`` lets any that fits go ahead.
+        Where one does not fit those behind it wait too, unless they may pass it.
         """
-        for request in sorted(self.swapped, key=lambda request: request.order):
+        for request in sorted(self.swapped, key=self.resume_order.turn):
             while (blocks := self._blocks(request, request.cached + 1)) is None and self._make_room():
                 pass
             if blocks is not None:
@@ -200,15 +171,35 @@ class Scheduler(Queues, ABC):
                 if self.prefixes is not None:
                     self.prefixes.returned(request)
                 self.preemptor.restore(request)
-                self.move_to(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
-            elif not self.config.overtake:
+                computes = bool(request.head) or self.preemptor.poll(request)
+                self.move_to(request, Phase.RUNNING if computes else Phase.RESTORING)
+            elif not self._may_be_passed(request):
                 return
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Return whether others may go ahead of the preempted ``request`` while it does not fit."""
+        last_s = request.times_s[-1] if request.times_s else request.arrival_s
+        return self.resume_order.may_pass(self.preemptor.executor.now() - last_s, self.config.wait_s)
+
+    def _sort_preempted(self) -> None:
+        """Sort the waiting requests that were preempted by the resume order, before all that never ran. Where others
+        may pass one that does not fit, those that fit come first."""
+
+        def turn(request: Request) -> tuple[Any, ...]:
+            if not request.preemptions:
+                return (True,)
+            fits = self._missing(request, len(request.tokens)) <= self.pool.free - self.pool.watermark
+            return False, not fits and self._may_be_passed(request), self.resume_order.turn(request)
+
+        self.sort_waiting(turn)
 
     # -- what the engine calls
 
     def plan(self) -> list[ScheduledChunk]:
         """Call ``schedule`` with nothing planned, and return its chunks."""
         self.planned.clear()
+        if self.config.resume != IN_ORDER and any(request.preemptions for request in self.waiting):
+            self._sort_preempted()
         return self.schedule()
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:
@@ -245,6 +236,10 @@ class Scheduler(Queues, ABC):
                 self.move_to(request, Phase.RUNNING)
                 wait = False
 
+    def await_copy(self, request: Request) -> None:
+        """Let ``request``, whose first tokens are computed again, wait for the copy of the others."""
+        self.move_to(request, Phase.RESTORING)
+
     def end(self, request: Request) -> None:
         """End the request, wherever it stands; its blocks are free again."""
         try:
@@ -259,11 +254,11 @@ class Scheduler(Queues, ABC):
         self.preempted += 1
         action = self.preemptor.evict(victim)
         self._release(victim)
-        if action is Action.SWAP:
-            self.move_to(victim, Phase.SWAPPED)
-        else:
+        if action is Action.RECOMPUTE:
             self._close_prefix(victim)
             self.requeue_first(victim)
+        else:
+            self.move_to(victim, Phase.SWAPPED)
 
     def move(self, request: Request, version: Version, layers: range) -> None:
         """Let ``request``, which has begun, compute with ``version`` from now on, and ``layers`` again under the
@@ -271,10 +266,10 @@ class Scheduler(Queues, ABC):
         if request.number in self.pending:  # what was to come would be of another view
             self._forget(request)
             request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
-        again = bool(layers) and (request.cached > 0 or request.redo is not None)
+        again = bool(layers) and (request.cached > 0 or request.redo is not None or request.head > 0)
         # in host memory, in blocks that others read too, or of a draft, which is verified from its first token on
         verified = request.sampling.verify is not None and version.whole
-        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None or verified
+        elsewhere = request.phase is Phase.SWAPPED or request.head > 0 or self.prefixes is not None or verified
         redo = request.version.redo(request, layers) if again and not elsewhere else request.redo
         version.adopt(request)
         if not again:
