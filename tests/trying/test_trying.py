@@ -200,4 +200,4 @@ def test_a_command_that_cannot_be(write, tmp_path: Path, capsys) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["try", *words])
         assert ended.value.code == 2
-    assert set(VICTIMS) == {"last_arrived", "first_arrived", "longest", "shortest"}
+    assert {"last_arrived", "first_arrived", "longest", "shortest"} <= set(VICTIMS)

@@ -48,18 +48,20 @@ RECOVERIES: dict[str, Recovery] = {
     "both_ends_written": Recovery(lambda costs: BothEnds(costs, written_through=True), written_through=True),
 }
 BASE = f"{LIFO} cross_point in_order"  # CPS as it is published
+VLLM = "last_admitted recompute in_order"  # vLLM's default
 
 
 @dataclass(frozen=True)
 class LeagueConfig:
-    """``seeds`` draws of ``short`` + ``long`` conversations into ``blocks`` KV blocks of 16 tokens: all at once where
-    ``rate_per_s`` is 0, else as a Poisson process.
+    """``seeds`` draws from ``first_seed`` on of ``short`` + ``long`` conversations into ``blocks`` KV blocks of 16
+    tokens: all at once where ``rate_per_s`` is 0, else as a Poisson process.
 
     Each of ``victims`` runs with each of ``recoveries`` in each of ``orders``; one that is "aged" lets others go ahead
     for ``aged_s``. A request is in time whose first token comes within ``ttft_s`` and each further one within
     ``gap_s``, and starved where it waits longer than ``starved_s`` for one.
     """
 
+    first_seed: int
     seeds: int
     short: int
     long: int
@@ -97,11 +99,28 @@ MEASURES = {  # of a run: column of the rows -> measure of the summary, unit
 }
 
 
+COMPARED = (  # with what, column of the rows, measure of the summary
+    (BASE, "p99_tpot_ms", "tpot_p99_below_pct"),
+    (BASE, "mean_ttft_ms", "ttft_mean_below_pct"),
+    (VLLM, "computed_again_pct", "computed_again_below_pct"),
+    (VLLM, "mean_ttft_ms", "ttft_mean_below_pct"),
+)
+
+
 def league(profile: Profile) -> Outcome:
+    """All conversations at once, as in CPS: see ``cells_of``."""
+    return cells_of(profile.section("league", LeagueConfig))
+
+
+def league_open(profile: Profile) -> Outcome:
+    """Conversations that come one by one, at nearly the rate that the engine can serve: see ``cells_of``."""
+    return cells_of(profile.section("league_open", LeagueConfig))
+
+
+def cells_of(config: LeagueConfig) -> Outcome:
     """Rows {victim, recovery, order, seeds, and for each of ``MEASURES`` a list by seed}, prefill first, on the costs
     of CPS's Table 2."""
-    config = profile.section("league", LeagueConfig)
-    seeds = list(range(profile.seed, profile.seed + config.seeds))
+    seeds = list(range(config.first_seed, config.first_seed + config.seeds))
     set_up = ReplayedConfig(config.seeds, config.short, config.long, config.blocks, (), ())
     loads = {seed: drawn(set_up, seed) for seed in seeds}
     costs = PublishedCosts(decode_s=calibrated([loads[seed] for seed in seeds[:3]], config.blocks))
@@ -152,16 +171,16 @@ def _of_clients(requests: Sequence[Request], config: LeagueConfig) -> dict[str, 
 
 
 def league_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """Summarize each cell, and by how much its P99 TPOT and mean TTFT lie below those of CPS as it is published, on the
-    same draws."""
+    """Summarize each cell, and by how much it lies below CPS as it is published and below vLLM's default, on the same
+    draws."""
     summary = Summary()
     cells = {f"{row['victim']} {row['recovery']} {row['order']}": row for row in rows}
     for name, row in cells.items():
         labels = {"variant": row["victim"], "policy": row["recovery"], "case": row["order"]}
         for column, (measure, unit) in MEASURES.items():
             summary.add(measure, bootstrap(row[column]).summary(unit), **labels)
-        if name != BASE and BASE in cells:
-            for column, measure in (("p99_tpot_ms", "tpot_p99_below_pct"), ("mean_ttft_ms", "ttft_mean_below_pct")):
-                below = share_below(row[column], cells[BASE][column])
-                summary.add(measure, below.summary("%", 100), **labels, than=BASE)
+        for than, column, measure in COMPARED:
+            if name != than and than in cells and any(cells[than][column]):
+                below = share_below(row[column], cells[than][column])
+                summary.add(measure, below.summary("%", 100), **labels, than=than)
     return summary
