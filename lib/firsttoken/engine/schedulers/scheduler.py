@@ -164,17 +164,21 @@ class Scheduler(Queues, ABC):
         Where one does not fit those behind it wait too, unless they may pass it.
         """
         for request in sorted(self.swapped, key=self.resume_order.turn):
-            while (blocks := self._blocks(request, request.cached + 1)) is None and self._make_room():
-                pass
-            if blocks is not None:
-                request.blocks = blocks
-                if self.prefixes is not None:
-                    self.prefixes.returned(request)
-                self.preemptor.restore(request)
-                computes = bool(request.head) or self.preemptor.poll(request)
-                self.move_to(request, Phase.RUNNING if computes else Phase.RESTORING)
-            elif not self._may_be_passed(request):
+            if not self.bring_back(request) and not self._may_be_passed(request):
                 return
+
+    def bring_back(self, request: Request) -> bool:
+        """Give blocks to the swapped ``request``, and begin to restore it; return whether there are enough."""
+        while (blocks := self._blocks(request, request.cached + 1)) is None:
+            if not self._make_room():
+                return False
+        request.blocks = blocks
+        if self.prefixes is not None:
+            self.prefixes.returned(request)
+        self.preemptor.restore(request)
+        computes = bool(request.head) or self.preemptor.poll(request)
+        self.move_to(request, Phase.RUNNING if computes else Phase.RESTORING)
+        return True
 
     def _may_be_passed(self, request: Request) -> bool:
         """Return whether others may go ahead of the preempted ``request`` while it does not fit."""
