@@ -300,9 +300,7 @@ class Engine:
             request = chunk.request
             if request.begun_s is None:
                 request.begun_s = start
-            request.advance(chunk.end)
-            if request.head and request.cached == request.head:
-                self.scheduler.await_copy(request)
+            self.scheduler.advance(chunk)
             if request.failure is not None:
                 self.pool.withdraw(request.blocks)
                 self._fail(request)

@@ -240,9 +240,13 @@ class Scheduler(Queues, ABC):
                 self.move_to(request, Phase.RUNNING)
                 wait = False
 
-    def await_copy(self, request: Request) -> None:
-        """Let ``request``, whose first tokens are computed again, wait for the copy of the others."""
-        self.move_to(request, Phase.RESTORING)
+    def advance(self, chunk: ScheduledChunk) -> None:
+        """Note that ``chunk`` was computed. A request that has its first tokens again waits for the copy of the
+        others."""
+        request = chunk.request
+        request.advance(chunk.end)
+        if request.head and request.cached == request.head:
+            self.move_to(request, Phase.RESTORING)
 
     def end(self, request: Request) -> None:
         """End the request, wherever it stands; its blocks are free again."""
