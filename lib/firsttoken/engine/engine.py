@@ -300,7 +300,7 @@ class Engine:
             request = chunk.request
             if request.begun_s is None:
                 request.begun_s = start
-            self.scheduler.advance(chunk)
+            request.advance(chunk.end)
             if request.failure is not None:
                 self.pool.withdraw(request.blocks)
                 self._fail(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from firsttoken.study.summary import Summary
-from firsttoken_studies.nb24_who_is_preempted.study import FREED, LIFO, LIVE_RECOVERIES, RANDOM
+from firsttoken_studies.nb24_who_is_preempted.study import FREED, LIFO, RANDOM, RECOVERIES
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import LOOKS, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Table
@@ -74,7 +74,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
         for ax, scheduler in zip(line, schedulers, strict=True):
             for shown in drawn_over:
                 for index, victim in enumerate(rules):
-                    for offset, recovery in zip((-0.22, 0.0, 0.22), LIVE_RECOVERIES, strict=True):
+                    for offset, recovery in zip((-0.27, -0.09, 0.09, 0.27), RECOVERIES, strict=True):
                         labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
                         entry = shown.result.summary.get("tpot_p99_ms", **labels, variant=victim)
                         position, look = index + offset + shown.shift / 3, recovery.replace("_", "-")
@@ -83,7 +83,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
             categories(ax, [LABELS[victim] for victim in rules], 0.4, fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("P99 TPOT, ms")
-    for recovery in LIVE_RECOVERIES:
+    for recovery in RECOVERIES:
         look = LOOKS[recovery.replace("_", "-")]
         axes[0][0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=recovery)
     fig.suptitle(_message((recorded or now).summary))

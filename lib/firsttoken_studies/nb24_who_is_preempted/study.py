@@ -7,7 +7,7 @@ who comes back first, are choices of their own, which no report compares.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from firsttoken.cps.policies import make_policy
-from firsttoken.cps.policies.cross_point import BothEnds
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
@@ -39,7 +38,7 @@ from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED)
-LIVE_RECOVERIES = ("swap", "recompute", "cross_point")
+RECOVERIES = ("swap", "recompute", "cross_point", "online")
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
     "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
@@ -52,21 +51,6 @@ BELOW = {  # column of the rows -> by how much another case has more of it
     "p99_tpot_ms": "tpot_p99_below_pct",
     "mean_ttft_ms": "ttft_mean_below_pct",
     "computed_again_pct": "computed_again_below_pct",
-}
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How victims come back: a policy for the costs of a run, and whether blocks are written through as they fill."""
-
-    policy: Callable[[Costs], PreemptionPolicy]
-    written_through: bool = False
-
-
-RECOVERIES = {name: Recovery(lambda costs, name=name: make_policy(name)) for name in (*LIVE_RECOVERIES, "online")} | {
-    "both_ends": Recovery(BothEnds),
-    "write_through": Recovery(lambda costs: make_policy("swap"), written_through=True),
-    "both_ends_written": Recovery(lambda costs: BothEnds(costs, written_through=True), written_through=True),
 }
 
 
@@ -130,10 +114,7 @@ MEASURES = {  # of a run: column of the rows -> measure of the summary, unit
 
 
 def victims(
-    profile: Profile,
-    *,
-    last_that_came: Victim = last_arrived,
-    first_that_came: Victim = first_arrived,
+    profile: Profile, *, last_that_came: Victim = last_arrived, first_that_came: Victim = first_arrived
 ) -> Outcome:
     """All conversations at once, under several loads and schedulers: see ``cells_of``. Both rules may be a reader's, in
     place of the engine's."""
@@ -176,13 +157,11 @@ def run_with(
     items: Sequence[Item], costs: Costs, case: Mapping[str, Any], own: Mapping[str, Victim] | None = None
 ) -> dict[str, float]:
     """Return what clients saw of one case, and what it computed again."""
-    recovery = RECOVERIES[case["recovery"]]
-    through = recovery.written_through
-    executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS, write_through=through)
+    executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
     victim = victim_of(case["victim"], costs, case["seed"], own)
     ordered = {"resume": case.get("order", IN_ORDER), "wait_s": AGED_S}
     settings = EngineConfig(victim=victim, watermark=0.0, **ordered, **SCHEDULERS[case["scheduler"]])
-    return seen(executor, settings, recovery.policy(costs), items)
+    return seen(executor, settings, make_policy(case["recovery"]), items)
 
 
 def seen(
@@ -223,8 +202,8 @@ class LiveVictimsConfig(LiveLoadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown_name := next((name for name in self.victims if name not in VICTIMS), ""):
-            raise ProfileError(f"live_victims: no victim {unknown_name!r}; {unknown(unknown_name, VICTIMS)}")
+        for name in self.victims:
+            victim_named(name)
 
 
 def victims_live(profile: Profile) -> Outcome:

@@ -126,18 +126,12 @@ class Drawn:
         return self._random.choice(running)
 
 
-VICTIMS: dict[str, Victim | type[Victim]] = {
-    "last_arrived": last_arrived,
-    "first_arrived": first_arrived,
-    "last_admitted": last_admitted,
-    "longest": longest,
-    "shortest": shortest,
-    "last_but_the_longest": last_but_the_longest,
-    "shortest_but_the_leader": shortest_but_the_leader,
-    "most_remaining": most_remaining,
-    "least_remaining": least_remaining,
+_FUNCTIONS = (
+    *(last_arrived, first_arrived, last_admitted, longest, shortest, last_but_the_longest, shortest_but_the_leader),
+    *(most_remaining, least_remaining, most_blocks_for_its_work),
+)
+VICTIMS: dict[str, Victim | type[Victim]] = {rule.__name__: rule for rule in _FUNCTIONS} | {
     "least_expected": LeastExpected,
-    "most_blocks_for_its_work": most_blocks_for_its_work,
     "random": Drawn,
 }
 
