@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from firsttoken.engine.request import Request
@@ -20,19 +21,12 @@ class ResumeOrder:
     may_pass: Callable[[float, float], bool]
 
 
-def _by_arrival(request: Request) -> Any:
-    return request.order
-
-
-def _by_length(request: Request) -> Any:
-    return len(request.tokens), request.order
-
-
+_by_arrival = attrgetter("order")
 IN_ORDER, AGED = "in_order", "aged"
 RESUME_ORDERS: dict[str, ResumeOrder] = {
     IN_ORDER: ResumeOrder(_by_arrival, lambda waited_s, most_s: False),  # vLLM 0.2
     "any_that_fits": ResumeOrder(_by_arrival, lambda waited_s, most_s: True),
-    "shortest_first": ResumeOrder(_by_length, lambda waited_s, most_s: True),
+    "shortest_first": ResumeOrder(lambda request: (len(request.tokens), request.order), lambda waited_s, most_s: True),
     AGED: ResumeOrder(_by_arrival, lambda waited_s, most_s: waited_s < most_s),
 }
 
