@@ -137,8 +137,7 @@ def cells_of(config: VictimsConfig, seed: int, own: Mapping[str, Victim] | None 
     costs of CPS's Table 2, the price of a decode step set by the first three draws. ``own`` rules stand for the
     engine's of their name."""
     set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
-    first = seed + config.first_seed
-    seeds = list(range(first, first + config.seeds))
+    seeds = [seed + config.first_seed + number for number in range(config.seeds)]
     loads = {seed: drawn(set_up, seed) for seed in seeds}
     costs = PublishedCosts(decode_s=calibrated([loads[seed] for seed in seeds[:3]], max(config.pools)))
     if config.rate_per_s:
