@@ -85,9 +85,9 @@ class VictimsConfig:
                 raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
-def victim_of(name: str, costs: Costs, seed: int, own: Mapping[str, Victim] | None = None) -> Victim:
-    """Return the victim rule called ``name``: one of a reader's ``own``, one that needs ``costs`` or a ``seed``, or the
-    engine's."""
+def victim_of(name: str, costs: Costs, seed: int, overrides: Mapping[str, Victim] | None = None) -> Victim:
+    """Return the victim rule called ``name``: one of a reader's ``overrides``, one that needs ``costs`` or a ``seed``,
+    or the engine's."""
     if name == RANDOM:
         return Drawn(seed)
     if name == FREED:
@@ -98,7 +98,7 @@ def victim_of(name: str, costs: Costs, seed: int, own: Mapping[str, Victim] | No
             return len(request.blocks) / cheapest_s, request.order
 
         return lambda running: max(running, key=freed_for_its_cost)
-    return (own or {}).get(name) or victim_named(name)
+    return (overrides or {}).get(name) or victim_named(name)
 
 
 MEASURES = {  # of a run: column of the rows -> measure of the summary, unit
@@ -118,8 +118,8 @@ def victims(
 ) -> Outcome:
     """All conversations at once, under several loads and schedulers: see ``cells_of``. Both rules may be a reader's, in
     place of the engine's."""
-    own = {LIFO: last_that_came, "first_arrived": first_that_came}
-    return cells_of(profile.section("victims", VictimsConfig), profile.seed, own)
+    overrides = {LIFO: last_that_came, "first_arrived": first_that_came}
+    return cells_of(profile.section("victims", VictimsConfig), profile.seed, overrides)
 
 
 def league(profile: Profile) -> Outcome:
@@ -132,9 +132,9 @@ def league_open(profile: Profile) -> Outcome:
     return cells_of(profile.section("league_open", VictimsConfig), profile.seed)
 
 
-def cells_of(config: VictimsConfig, seed: int, own: Mapping[str, Victim] | None = None) -> Outcome:
+def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] | None = None) -> Outcome:
     """Rows {blocks, scheduler, recovery, victim, order, seeds, and for each of ``MEASURES`` a list by seed}, on the
-    costs of CPS's Table 2, the price of a decode step set by the first three draws. ``own`` rules stand for the
+    costs of CPS's Table 2, the price of a decode step set by the first three draws. ``overrides`` stand for the
     engine's of their name."""
     set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
     seeds = [seed + config.first_seed + number for number in range(config.seeds)]
@@ -146,18 +146,18 @@ def cells_of(config: VictimsConfig, seed: int, own: Mapping[str, Victim] | None 
     every = product(config.pools, config.schedulers, config.recoveries, config.victims, config.orders)
     rows: Rows = []
     for case in track([dict(zip(named, values, strict=True)) for values in every], desc="victims"):
-        runs = [run_with(loads[seed], costs, case | {"seed": seed}, own) for seed in seeds]
+        runs = [run_with(loads[seed], costs, case | {"seed": seed}, overrides) for seed in seeds]
         rows.append(case | {"seeds": seeds} | _lists(runs))
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
 def run_with(
-    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], own: Mapping[str, Victim] | None = None
+    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], overrides: Mapping[str, Victim] | None = None
 ) -> dict[str, float]:
     """Return what clients saw of one case, and what it computed again."""
     executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
-    victim = victim_of(case["victim"], costs, case["seed"], own)
+    victim = victim_of(case["victim"], costs, case["seed"], overrides)
     ordered = {"resume": case.get("order", IN_ORDER), "wait_s": AGED_S}
     settings = EngineConfig(victim=victim, watermark=0.0, **ordered, **SCHEDULERS[case["scheduler"]])
     return seen(executor, settings, make_policy(case["recovery"]), items)
