@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from listening import Listening
 
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import GREEDY, Kind, Request, Sampling
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
 PREFILL, DECODE, RECOMPUTE = Kind.PREFILL, Kind.DECODE, Kind.RECOMPUTE

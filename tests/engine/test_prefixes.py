@@ -19,8 +19,8 @@ from plain_tokens import generated
 from firsttoken.engine import block_pool
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Kind, Phase, Request, Sampling, ScheduledChunk
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
 SHARED = {"share_prefixes": True}

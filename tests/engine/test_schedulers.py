@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listening import Listening
 
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Phase
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 
 Asked = tuple[int, int, float]  # prompt tokens, new tokens, arrival in s
@@ -105,10 +107,10 @@ def test_who_has_reserved_is_never_preempted(lab, asked: list[Asked], scheduler:
     spare=st.integers(0, 12),
     share=st.sampled_from([0.0, 0.2]),
     budget=st.integers(1, 60),
-    overtake=st.booleans(),
+    resume=st.sampled_from(["in_order", "any_that_fits", "shortest_first"]),
 )
 def test_rules_of_prefill_first(
-    lab, asked: list[Asked], policy: str, victim: str, spare: int, share: float, budget: int, overtake: bool
+    lab, asked: list[Asked], policy: str, victim: str, spare: int, share: float, budget: int, resume: str
 ) -> None:
     """No mixing, the budget, the watermark, nobody new before the swapped, first come first admitted."""
     run = lab.simulated(
@@ -118,7 +120,7 @@ def test_rules_of_prefill_first(
         victim=victim,
         watermark=share,
         prefill_tokens=budget,
-        overtake=overtake,
+        resume=resume,
     )
     run.offer(*asked)
     scheduler, pool = run.engine.scheduler, run.engine.pool
@@ -171,10 +173,19 @@ def goings(run) -> tuple[list[int], list[int]]:
     return gone, back
 
 
-@pytest.mark.parametrize(("overtake", "expected"), [(False, [1, 2]), (True, [2, 1])])
-def test_the_swapped_overtake_each_other_where_they_may(lab, overtake: bool, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("resume", "wait_s", "expected"),
+    [
+        ("in_order", math.inf, [1, 2]),
+        ("any_that_fits", math.inf, [2, 1]),
+        ("shortest_first", math.inf, [2, 1]),
+        ("aged", 1e6, [2, 1]),
+        ("aged", 1e-6, [1, 2]),
+    ],
+)
+def test_the_swapped_pass_each_other_where_they_may(lab, resume: str, wait_s: float, expected: list[int]) -> None:
     """The second left three blocks and needs four; the third needs two."""
-    run = lab.simulated(5, host_blocks=50, preemption="swap", overtake=overtake)
+    run = lab.simulated(5, host_blocks=50, preemption="swap", resume=resume, wait_s=wait_s)
     gone, back = goings(run.offer((4, 12, 0.0), (12, 5, 0.0), (4, 3, 0.0)))
     assert gone[:2] == [2, 1] and back[:2] == expected
 

@@ -12,8 +12,9 @@ from listening import Listening
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemption.resume import RESUME_ORDERS
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.simulation.costs.published import PublishedCosts
 
@@ -41,7 +42,8 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         victim=data.draw(st.sampled_from(sorted(VICTIMS))),
         requests=data.draw(st.sampled_from([1, 3, 256])),
         prefill_tokens=data.draw(st.integers(1, 200)),
-        overtake=data.draw(st.booleans()),
+        resume=data.draw(st.sampled_from(sorted(RESUME_ORDERS))),
+        wait_s=data.draw(st.sampled_from([0.5, 20.0])),
     )
     run.offer(*asked)
     clock = 0.0

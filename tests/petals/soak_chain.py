@@ -32,7 +32,7 @@ def soak(schedules: int, seed: int) -> Counter[str]:
             cuts = sorted(draw.sample(range(1, DEPTH), draw.randint(0, 3)))
             swarm = MortalSwarm(Path(at) / "tiny", list(pairwise([0, *cuts, DEPTH])))
             counts += Schedules(swarm, known, draw).run(min(_AT_ONCE, schedules - counts["schedules"]))
-            kept = swarm.model.chain.kept_bytes
+            kept = swarm.model.chain._hidden_cache.nbytes
             swarm.close()
             counts["kept"] += kept
             print(f"{time.monotonic() - begun:.0f} s, {len(cuts) + 1} servers: {dict(counts)}", flush=True)

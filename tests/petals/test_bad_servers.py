@@ -212,4 +212,4 @@ def test_a_step_that_was_broken_off_leaves_no_answer_to_the_next(pair, client, a
     assert model.chain.sessions == [] and model.chain.faults == []
     says(model, one)
     wait_for(model.chain.forget([999]))
-    assert model.chain.kept_bytes == 0
+    assert model.chain._hidden_cache.nbytes == 0

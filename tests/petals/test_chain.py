@@ -52,7 +52,7 @@ def test_a_place_is_lost_for_longer_than_the_patience(three, known, place, same_
     health, stage = three.http.get("/health"), three.http.get("/stage").json()
     assert health.status_code == 503 and health.json()["state"] == stage["state"] == "degraded"
     assert "no server that answers has blocks" in health.json()["error"]
-    until(lambda: three.model.chain.kept_bytes == 0, "nothing is kept for who was told that it failed")
+    until(lambda: three.model.chain._hidden_cache.nbytes == 0, "nothing is kept for who was told that it failed")
     three.places[place].start(same_key=same_key)
     until(lambda: three.http.get("/health").status_code == 200, "it has come back by itself: nobody asks")
     assert three.http.get("/stage").json()["state"] == "complete"

@@ -254,7 +254,7 @@ def test_passes_of_one_client_make_way_for_anothers(here, small):
     async def run() -> Counter[str]:
         ask = (await channel("one")).unary_unary(PASS)
         crowd = [ask(message, metadata=given) for _ in range(MOST_WAITING + 1)]
-        await reached(lambda: up.frozen.waiting >= MOST_WAITING)
+        await reached(lambda: len(up.frozen._waiting) >= MOST_WAITING)
         other = asyncio.ensure_future((await channel("two")).unary_unary(PASS)(message, metadata=given).code())
         await reached(lambda: any(call.done() for call in crowd))
         go.set()

@@ -147,13 +147,13 @@ def test_the_page_has_every_run():
     told = dict(line.removeprefix("const ").rstrip(";").split(" = ", 1) for line in script(RUNS).splitlines()[1:])
     runs = json.loads(told["RUNS"])
     assert sum(map(len, runs.values())) == len(RUNS)
-    assert runs["CPS"][0]["without"] == next(run.without_s for run in RUNS if run.idea == "CPS")
+    assert runs["CPS"][0]["without_s"] == next(run.without_s for run in RUNS if run.idea == "CPS")
 
 
 def test_every_slider_is_a_field_and_begins_at_its_default():
     fields = TrickSetting.__dataclass_fields__
     assert sorted(slider.name for slider in SLIDERS) == sorted(fields)
-    assert all(slider.low <= slider.position <= slider.high for slider in SLIDERS)
+    assert all(slider.least <= slider.value <= slider.most for slider in SLIDERS)
 
 
 def test_a_choice_sets_numbers_that_the_page_has():

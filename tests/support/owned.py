@@ -25,8 +25,8 @@ from firsttoken.engine.engine import Engine
 from firsttoken.engine.hidden_state_cache import HiddenStateCache
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.model_version import ModelVersion
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Phase, Request, Sampling, ScheduledChunk
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.swap.block_copier import CopyTimes, start
 from firsttoken.engine.swap.coalesced import OnThread, Overlapped
 from firsttoken.engine.swap.host_pool import Span
@@ -242,7 +242,7 @@ class Ordeal:
             requests=requests,
             token_budget=requests * draw.choice((1, 1, 2, 6)),
             share_prefixes=draw.random() < 0.5,
-            overtake=draw.random() < 0.3,
+            resume=draw.choice(("in_order", "in_order", "any_that_fits", "shortest_first")),
         )
         self.engine: Engine = self.run.engine
         self.guard = Guard(self.engine)

@@ -9,8 +9,8 @@ from typing import Any
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Sampling
-from firsttoken.engine.scheduler_state import VICTIMS
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.swap import PATHS
 
@@ -59,7 +59,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         watermark=rng.choice((0.0, 0.0, rng.uniform(0, 0.5))),
         requests=rng.choice((256, 256, rng.randint(1, 8))),
         prefill_tokens=rng.choice((2048, 2048, rng.randint(1, 100))),
-        overtake=rng.random() < 0.3,
+        resume=rng.choice(("in_order", "in_order", "any_that_fits", "shortest_first")),
         share_prefixes=rng.random() < 0.4,
     )
     return Schedule(

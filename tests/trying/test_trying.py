@@ -13,7 +13,7 @@ import pytest
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import load_lock
 from firsttoken.engine.preemption import PREEMPTION
-from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
+from firsttoken.engine.preemption.victims import VICTIM, VICTIMS
 from firsttoken.petals.routing import Reachable
 from firsttoken.sarathi.policy import SCHEDULER
 from firsttoken.study import paths, policy_file
@@ -200,4 +200,4 @@ def test_a_command_that_cannot_be(write, tmp_path: Path, capsys) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["try", *words])
         assert ended.value.code == 2
-    assert set(VICTIMS) == {"last_arrived", "first_arrived", "longest", "shortest"}
+    assert {"last_arrived", "first_arrived", "longest", "shortest"} <= set(VICTIMS)

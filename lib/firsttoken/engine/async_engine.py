@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class EngineStats:
     blocks: int = 0
 
 
-class AsyncEngine:
+class AsyncEngine(AbstractContextManager):
     """Steps ``engine`` in a thread of its own while requests are open. A context manager.
 
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.
@@ -130,9 +131,6 @@ class AsyncEngine:
         if self._thread.is_alive():
             self.call_soon(lambda: self._shut(error))  # answered or not: somebody else may have closed it by then
             self._thread.join()
-
-    def __enter__(self) -> AsyncEngine:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -14,8 +14,9 @@ from firsttoken.engine.drafts import settle
 from firsttoken.engine.executor import Executor, Transition, Version
 from firsttoken.engine.preemption import POLICIES, policy_of
 from firsttoken.engine.preemption.preemption_policy import PreemptionPolicy, Preemptor, Recovery
+from firsttoken.engine.preemption.victims import Victim, victim_named
 from firsttoken.engine.request import GREEDY, Kind, Phase, Request, Sampling, ScheduledChunk, split_decodes
-from firsttoken.engine.scheduler_state import KVSource, Victim, victim_named
+from firsttoken.engine.scheduler_state import KVSource
 from firsttoken.engine.schedulers.sarathi import scheduler_named
 from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
 from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, without_garbage_collection

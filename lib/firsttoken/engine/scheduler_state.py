@@ -1,5 +1,4 @@
-"""The queues that requests stand in, the choice of who gives way when a block is missing, and what comes from
-elsewhere."""
+"""The queues that requests stand in, and what comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,43 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.request import LayerRecompute, Phase, Request
-from firsttoken.study.errors import CacheError, FirstTokenError, ProfileError, RequestError
-from firsttoken.study.parsing.schema import unknown
-from firsttoken.study.policy_file import PolicyKind
+from firsttoken.study.errors import CacheError, FirstTokenError, RequestError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-# Who is preempted when a block is missing.
-
-Victim = Callable[[list[Request]], Request]
-
-VICTIMS: dict[str, Victim] = {
-    "last_arrived": lambda running: max(running, key=lambda request: request.order),  # LIFO, CPS 2.2
-    "first_arrived": lambda running: min(running, key=lambda request: request.order),
-    "longest": lambda running: max(running, key=lambda request: (request.cached, request.order)),
-    "shortest": lambda running: min(running, key=lambda request: (request.cached, request.order)),
-}
-
-_NOT_ONE = "a victim must be one of the running requests that it is given"
-VICTIM = PolicyKind(
-    "victim",
-    None,
-    "write one function of the running requests that returns one of them, as in firsttoken.engine.scheduler_state",
-    {
-        "": lambda victim, running: (
-            "" if any(victim is candidate for candidate in running) else f"{_NOT_ONE}, not {victim!r:.60}"
-        )
-    },
-)
-
-
-def victim_named(victim: str | Victim) -> Victim:
-    """Return the victim choice of that name, or one's own. Raises ProfileError for a name that is unknown."""
-    if isinstance(victim, str) and victim not in VICTIMS:
-        raise ProfileError(f"engine: no victim choice {victim!r}; {unknown(victim, VICTIMS)}")
-    return VICTIMS[victim] if isinstance(victim, str) else victim
 
 
 # Where requests stand: five queues, one a phase.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,7 +39,7 @@ class TokenEvent:
     draft: bool = False
 
 
-class Stream:
+class Stream(AbstractContextManager):
     """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
 
     A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.
@@ -81,9 +82,6 @@ class Stream:
     def cancel(self) -> None:
         """End the request before the engine's next step, without waiting for it."""
         self._leave(self, False)
-
-    def __enter__(self) -> Stream:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -45,11 +45,6 @@ class Chain:
         self._hidden_cache = HiddenStateCache(layers)
         self._turn = asyncio.Lock()  # a step that was broken off leaves its sessions before the next one uses them
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of hidden states that are kept for servers that may fail."""
-        return self._hidden_cache.nbytes
-
     async def run(self, chunks: Sequence[SequenceChunk], hidden: Tensor) -> Tensor:
         """Return ``hidden`` [tokens, hidden] of ``chunks``, end to end, after the layers.
 

@@ -27,7 +27,7 @@ from firsttoken.petals.records import (
     steady_s,
 )
 from firsttoken.study.errors import BusyError, SwarmError
-from firsttoken.study.parsing.schema import digits
+from firsttoken.study.parsing.schema import digits, fits
 
 # What members say to each other about records: one asks with its own, the other answers with a page of those it knows.
 #
@@ -44,14 +44,9 @@ _MOST_TEXT = 300  # characters of what is said of a record
 _PROOF = b"firsttoken swarm proof 2\n"
 
 
-def _short(value: str) -> str:
-    return "" if len(value) <= _MOST_TEXT and value.isprintable() else f"expected a line of {_MOST_TEXT} characters"
-
-
-def _few(value: tuple[str, ...]) -> str:
-    return "" if len(value) <= 16 else "expected 16 lines at most"
-
-
+_short = fits(
+    lambda text: len(text) <= _MOST_TEXT and text.isprintable(), f"expected a line of {_MOST_TEXT} characters"
+)
 _Line = Annotated[str, _short]
 
 
@@ -71,7 +66,7 @@ class Exchanged:
     after: _Line = ""
     proof: Annotated[str, digits(128)] | None = None
     refused: _Line = ""
-    others: Annotated[tuple[_Line, ...], _few] = ()
+    others: Annotated[tuple[_Line, ...], fits(lambda lines: len(lines) <= 16, "expected 16 lines at most")] = ()
     talk: int = 1
 
     def check_proof(self, nonce: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class RemoteSegment:
         begin(self.chain.forget([request]))
 
 
-class RemoteModel:
+class RemoteModel(AbstractContextManager):
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
     Its ends compute on ``device``; ``engine`` is the engine over it, for what serves and schedules. Hidden states
@@ -166,9 +166,6 @@ class RemoteModel:
             await self.swarm.close()
 
         wait_for(end())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def track(
     return Lines(items, desc, total, unit, initial, leave, delay)
 
 
-class Lines(Generic[Item]):
+class Lines(AbstractContextManager, Generic[Item]):
     """Progress in plain lines on standard error, for logs: one after a second, one every half minute, and one at the
     end of what took longer than five seconds. What does not ``leave`` has those of the half minutes alone.
 
@@ -74,9 +74,6 @@ class Lines(Generic[Item]):
             for item in self._items or ():
                 yield item
                 self.update()
-
-    def __enter__(self) -> Lines[Item]:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from firsttoken.progressiveserve.checkpoint.part_formats import Entries, PartTensor, StoredPart
+from firsttoken.progressiveserve.checkpoint.part_formats import Entries, PartCoding, PartFormat, PartTensor, StoredPart
 from firsttoken.progressiveserve.checkpoint.plan import Part, TensorSource
 from firsttoken.study.parsing.parse_errors import ParseError, shown
 from firsttoken.study.parsing.schema import at_least, digits, parse_as
@@ -43,7 +43,7 @@ class PlaneTensor:
 
 
 @dataclass(frozen=True)
-class PlaneCoding:
+class PlaneCoding(PartCoding):
     """The entry in a manifest for a part in planes: of the tensors ``cut`` it brings ``plane`` (0-based) by
     ``split``."""
 
@@ -167,7 +167,7 @@ class PlannedPlane:
         return streams, {"split": self.split, "plane": self.plane, "cut": cut}
 
 
-class PlaneFormat:
+class PlaneFormat(PartFormat):
     """The handler of parts in planes."""
 
     def read(self, content: dict[str, Any]) -> PlaneCoding:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -202,7 +201,7 @@ class BorrowingReplica:
         if come == self._arrived_layers or (any(map(self._between, self._open)) and not (complete and self.lease.gone)):
             return
         before, self._arrived_layers = self._arrived_layers, come
-        lost = self.engine.publish(self._ready_view(), partial(_come_between, range(before, come)))
+        lost = self.engine.publish(self._ready_view(), lambda *_: range(before, come))
         self.taken.append((self._executor.now(), come))
         if complete:
             self.lease.close()
@@ -231,7 +230,3 @@ class BorrowingReplica:
         if self._arrived_layers == len(layers):
             return ModelVersion(Decoder(model, [LocalSegment(layers)]))
         return BorrowingVersion(model, layers, self._arrived_layers, self.lease, self._arrivals.over)
-
-
-def _come_between(layers: range, old: ModelVersion, new: ModelVersion) -> range:
-    return layers

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from firsttoken.study.errors import RequestError
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import ParseError
-from firsttoken.study.parsing.schema import Fault, at_least, between, non_empty, parse_as
+from firsttoken.study.parsing.schema import Fault, at_least, between, fits, non_empty, parse_as
 from firsttoken_serve.http.neutral import (
     CHAT,
     COMPLETION,
@@ -89,28 +89,15 @@ _KEY = re.compile(r"^(?:(\S+): )?(unknown|missing) key '([^']+)'")
 
 
 def _at_most(count: int) -> Fault:
-    return lambda value: "" if len(value) <= count else f"expected {count:,} at most"
+    return fits(lambda value: len(value) <= count, f"expected {count:,} at most")
 
 
-def _no_longer_together(texts: list[str]) -> str:
-    chars = sum(map(len, texts))
-    return "" if chars <= MOST_STOP_CHARS else f"expected texts of at most {MOST_STOP_CHARS:,} characters together"
-
-
-def _above_zero_to_1(value: float) -> str:
-    return "" if 0 < value <= 1 else "expected more than 0 and at most 1"
-
-
-def _false(value: bool) -> str:
-    return "only false is served" if value else ""
-
-
-def _a_text(value: str) -> str:
-    return "" if value else "expected a text"
-
-
-def _by_ids(value: dict[str, float]) -> str:
-    return "" if all(_ID.fullmatch(key) for key in value) else "expected token ids as keys"
+_TOGETHER = f"expected texts of at most {MOST_STOP_CHARS:,} characters together"
+_no_longer_together = fits(lambda texts: sum(map(len, texts)) <= MOST_STOP_CHARS, _TOGETHER)
+_above_zero_to_1 = fits(lambda value: 0 < value <= 1, "expected more than 0 and at most 1")
+_false = fits(lambda value: not value, "only false is served")
+_a_text = fits(bool, "expected a text")
+_by_ids = fits(lambda value: all(map(_ID.fullmatch, value)), "expected token ids as keys")
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _family(config: FamiliesConfig, loaded: Loaded, rule: BlockRule | None) -> R
     rows: Rows = []
     for start, distance in enumerate(track(turned.tolist(), desc="blocks", leave=False)):
         with passing(model, tuple(range(start, start + size))):
-            loss = _mean_loss(text_scores(model, calibration[: config.tried], config.batch))
+            losses = [row["text_nll"] for row in text_scores(model, calibration[: config.tried], config.batch)]
+        loss = float(np.mean(losses))
         rows.append({"what": "block", "start": start, "size": size, "distance": distance, "text_nll": loss})
     rows[block[0]]["left_out"] = True
     least = min(rows, key=lambda row: row["text_nll"])["start"]
@@ -138,10 +139,6 @@ def _in_8_bits(model: PreTrainedModel) -> Iterator[None]:
     """The layers' weights in 8 bits, their inputs as they are."""
     to_8_bits(layers_of(model), UNROUNDED)
     yield
-
-
-def _mean_loss(rows: Rows) -> float:
-    return float(np.mean([row["text_nll"] for row in rows]))
 
 
 def families_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

@@ -21,7 +21,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.preemption.preemption_policy import Action
-from firsttoken.engine.scheduler_state import VICTIM, Victim, victim_named
+from firsttoken.engine.preemption.victims import VICTIM, Victim, victim_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.trace import Trace
@@ -242,11 +242,11 @@ def crosspoint_replayed(profile: Profile, *, policy: type[PreemptionPolicy] = Cr
         bound = {"costs": BOUND, "policy": BOUND, "decode_ms": PAPER_TPOT_MS, "mean_ttft_ms": least_s * 1e3}
         rows.append(seed | bound)
         for case, costs, made in cases:
-            overtake = case["policy"].endswith(OVERTAKING)
+            resume = "any_that_fits" if case["policy"].endswith(OVERTAKING) else "in_order"
             with ExitStack() as judged:
                 for file in filter(None, (chosen, policy_files.get(case["policy"]))):
                     judged.enter_context(file.judged())
-                rows.append(seed | case | run_replayed(items, costs, made(costs), config.blocks, overtake, victim))
+                rows.append(seed | case | run_replayed(items, costs, made(costs), config.blocks, resume, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
     floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
@@ -258,13 +258,13 @@ def run_replayed(
     costs: Costs,
     policy: PreemptionPolicy,
     blocks: int,
-    overtake: bool = False,
+    resume: str = "in_order",
     victim: str | Victim = "last_arrived",
     scheduler: str | type[Scheduler] = "prefill_first",
 ) -> dict[str, Any]:
     """One run of the paper's set-up (3.1, 4.1): prefill-first, LIFO, watermark off; or of another ``victim``."""
     executor = SimulatedExecutor(costs, blocks, host_blocks=HOST_BLOCKS)
-    bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "overtake": overtake}
+    bounds = {"watermark": 0.0, "prefill_tokens": 2560, "token_budget": 1 << 20, "resume": resume}
     return served(executor, EngineConfig(scheduler=scheduler, victim=victim, **bounds), policy, items)[0]
 
 

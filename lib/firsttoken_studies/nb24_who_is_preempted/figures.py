@@ -17,6 +17,13 @@ LABELS = {
     "first_arrived": "the first that came",
     "longest": "the one with most tokens",
     "shortest": "the one with fewest tokens",
+    "last_admitted": "the last that was admitted (vLLM)",
+    "last_but_the_longest": "the last, never the one with most tokens",
+    "shortest_but_the_leader": "fewest tokens, never the leader (llama.cpp)",
+    "most_remaining": "most tokens to say (SRTF)",
+    "least_remaining": "fewest tokens to say",
+    "least_expected": "fewest tokens to say, as expected",
+    "most_blocks_for_its_work": "most blocks for its work (vLLM 56897)",
     FREED: "most blocks freed for its cost",
     RANDOM: "drawn at random",
 }
@@ -67,7 +74,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
         for ax, scheduler in zip(line, schedulers, strict=True):
             for shown in drawn_over:
                 for index, victim in enumerate(rules):
-                    for offset, recovery in zip((-0.22, 0.0, 0.22), RECOVERIES, strict=True):
+                    for offset, recovery in zip((-0.27, -0.09, 0.09, 0.27), RECOVERIES, strict=True):
                         labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
                         entry = shown.result.summary.get("tpot_p99_ms", **labels, variant=victim)
                         position, look = index + offset + shown.shift / 3, recovery.replace("_", "-")

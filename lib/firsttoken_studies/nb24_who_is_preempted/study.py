@@ -1,7 +1,7 @@
-"""Who is preempted, beside how: every rule for the victim with every way back, under two schedulers and three loads.
+"""Who is preempted, how it comes back and in which order: rules for each with every other, on the same draws.
 
-CPS preempts the request that came last (its section 2.2) and chooses how it comes back. Which request gives way is a
-choice of its own, which no report compares.
+CPS preempts the request that came last (its section 2.2) and chooses how it comes back. Which request gives way, and
+who comes back first, are choices of their own, which no report compares.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
-from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
 from firsttoken.engine.preemption import PreemptionPolicy
-from firsttoken.engine.request import Request
-from firsttoken.engine.scheduler_state import VICTIMS, Victim
+from firsttoken.engine.preemption.resume import IN_ORDER, RESUME_ORDERS
+from firsttoken.engine.preemption.victims import VICTIMS, Drawn, Victim, first_arrived, last_arrived, victim_named
+from firsttoken.engine.request import Kind, Request
 from firsttoken.engine.simulated import SimulatedExecutor
-from firsttoken.engine.workload_items import Item
+from firsttoken.engine.workload_items import Arrivals, Item, serve_items, with_arrivals
 from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
@@ -31,50 +32,64 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
-from firsttoken_studies.cps.live_loads import LiveLoadsConfig, served
+from firsttoken_studies.cps.live_loads import LiveLoadsConfig
 from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, ReplayedConfig, calibrated, drawn
 from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
-RULES = (*VICTIMS, FREED, RANDOM)
-RECOVERIES = ("swap", "recompute", "cross_point")
+RULES = (*VICTIMS, FREED)
+RECOVERIES = ("swap", "recompute", "cross_point", "online")
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
     "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
+}
+AGED_S = 5.0  # how long others may go ahead of a request under the resume order "aged"
+IN_TIME_S = 10.0, 1.0  # to the first token, and between any two
+STARVED_S = 30.0  # a wait for one token
+CPS, VLLM = f"{LIFO} cross_point", "last_admitted recompute"  # in order, as they are published
+BELOW = {  # column of the rows -> by how much another case has more of it
+    "p99_tpot_ms": "tpot_p99_below_pct",
+    "mean_ttft_ms": "ttft_mean_below_pct",
+    "computed_again_pct": "computed_again_below_pct",
 }
 
 
 @dataclass(frozen=True)
 class VictimsConfig:
-    """``seeds`` draws of ``short`` + ``long`` conversations, all at once into each of ``pools`` KV blocks of 16 tokens:
-    the fewer blocks, the more requests give way. Each of ``victims`` runs with each of ``recoveries`` under each of
-    ``schedulers``."""
+    """``seeds`` draws from ``first_seed`` on, beyond the profile's, of ``short`` + ``long`` conversations into each of
+    ``pools`` KV blocks of 16 tokens: the fewer blocks, the more requests give way. They come all at once where
+    ``rate_per_s`` is 0, else as a Poisson process. Each of ``victims`` runs with each of ``recoveries`` and ``orders``
+    of coming back under each of ``schedulers``."""
 
+    first_seed: int
     seeds: int
     short: int
     long: int
+    rate_per_s: float
     pools: tuple[int, ...]
     victims: tuple[str, ...]
     recoveries: tuple[str, ...]
+    orders: tuple[str, ...]
     schedulers: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if min(self.seeds, self.short, self.long, *self.pools) < 1:
-            raise ProfileError("victims: seeds, short, long and pools must be at least 1")
+        if min(self.seeds, self.short, self.long, *self.pools) < 1 or self.rate_per_s < 0:
+            raise ProfileError("victims: seeds, short, long and pools must be at least 1, and rate_per_s not below 0")
         for names, known_names, kind in (
             (self.victims, RULES, "victim"),
             (self.recoveries, RECOVERIES, "recovery"),
+            (self.orders, RESUME_ORDERS, "resume order"),
             (self.schedulers, SCHEDULERS, "scheduler"),
         ):
             if unknown_name := next((name for name in names if name not in known_names), ""):
                 raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
-def victim_of(name: str, costs: Costs, seed: int, rules: Mapping[str, Victim] = VICTIMS) -> str | Victim:
-    """Return the victim rule called ``name``: one of ``rules``, or one that needs ``costs`` or a ``seed``."""
+def victim_of(name: str, costs: Costs, seed: int, overrides: Mapping[str, Victim] | None = None) -> Victim:
+    """Return the victim rule called ``name``: one of a reader's ``overrides``, one that needs ``costs`` or a ``seed``,
+    or the engine's."""
     if name == RANDOM:
-        chance = random.Random(seed)
-        return lambda running: chance.choice(running)
+        return Drawn(seed)
     if name == FREED:
 
         def freed_for_its_cost(request: Request) -> tuple[float, int]:
@@ -83,57 +98,96 @@ def victim_of(name: str, costs: Costs, seed: int, rules: Mapping[str, Victim] = 
             return len(request.blocks) / cheapest_s, request.order
 
         return lambda running: max(running, key=freed_for_its_cost)
-    return rules[name]
+    return (overrides or {}).get(name) or victim_named(name)
 
 
-METRICS = ("p99_tpot_ms", "mean_ttft_ms", "longest_gap_s", "preemptions")
-MEASURES = {  # of the summary: its column of the rows, and the unit
-    "tpot_p99_ms": ("p99_tpot_ms", "ms"),
+MEASURES = {  # of a run: column of the rows -> measure of the summary, unit
+    "p99_tpot_ms": ("tpot_p99_ms", "ms"),
+    "mean_ttft_ms": ("ttft_mean_ms", "ms"),
+    "p99_ttft_ms": ("ttft_p99_ms", "ms"),
+    "in_time_pct": ("in_time_pct", "% of the requests"),
+    "computed_again_pct": ("computed_again_pct", "% of the tokens"),
     "longest_gap_s": ("longest_gap_s", "s"),
+    "starved": ("starved", "requests"),
     "preemptions": ("preemptions", ""),
 }
 
 
 def victims(
-    profile: Profile,
-    *,
-    last_that_came: Victim = VICTIMS[LIFO],
-    first_that_came: Victim = VICTIMS["first_arrived"],
+    profile: Profile, *, last_that_came: Victim = last_arrived, first_that_came: Victim = first_arrived
 ) -> Outcome:
-    """Rows {blocks, scheduler, recovery, victim, seeds, and for each of ``METRICS`` a list by seed}, on the costs of
-    CPS's Table 2. Both rules may be a reader's, in place of the engine's."""
-    config = profile.section("victims", VictimsConfig)
+    """All conversations at once, under several loads and schedulers: see ``cells_of``. Both rules may be a reader's, in
+    place of the engine's."""
+    overrides = {LIFO: last_that_came, "first_arrived": first_that_came}
+    return cells_of(profile.section("victims", VictimsConfig), profile.seed, overrides)
+
+
+def league(profile: Profile) -> Outcome:
+    """All conversations at once, every rule with every other: see ``cells_of``."""
+    return cells_of(profile.section("league", VictimsConfig), profile.seed)
+
+
+def league_open(profile: Profile) -> Outcome:
+    """Conversations that come one by one, at nearly the rate that the engine can serve: see ``cells_of``."""
+    return cells_of(profile.section("league_open", VictimsConfig), profile.seed)
+
+
+def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] | None = None) -> Outcome:
+    """Rows {blocks, scheduler, recovery, victim, order, seeds, and for each of ``MEASURES`` a list by seed}, on the
+    costs of CPS's Table 2, the price of a decode step set by the first three draws. ``overrides`` stand for the
+    engine's of their name."""
     set_up = ReplayedConfig(config.seeds, config.short, config.long, max(config.pools), (), ())
-    seeds = list(range(profile.seed, profile.seed + config.seeds))
+    seeds = [seed + config.first_seed + number for number in range(config.seeds)]
     loads = {seed: drawn(set_up, seed) for seed in seeds}
     costs = PublishedCosts(decode_s=calibrated([loads[seed] for seed in seeds[:3]], max(config.pools)))
-    named = ("blocks", "scheduler", "recovery", "victim")
-    every = product(config.pools, config.schedulers, config.recoveries, config.victims)
-    cases = [dict(zip(named, case, strict=True)) for case in every]
-    rules = VICTIMS | {LIFO: last_that_came, "first_arrived": first_that_came}
+    if config.rate_per_s:
+        loads = {seed: with_arrivals(items, Arrivals(config.rate_per_s, seed)) for seed, items in loads.items()}
+    named = ("blocks", "scheduler", "recovery", "victim", "order")
+    every = product(config.pools, config.schedulers, config.recoveries, config.victims, config.orders)
     rows: Rows = []
-    for case in track(cases, desc="victims"):
-        runs = [run_with(loads[seed], costs, case | {"seed": seed}, rules) for seed in seeds]
-        rows.append(case | {"seeds": seeds} | {name: [round(run[name], 4) for run in runs] for name in METRICS})
+    for case in track([dict(zip(named, values, strict=True)) for values in every], desc="victims"):
+        runs = [run_with(loads[seed], costs, case | {"seed": seed}, overrides) for seed in seeds]
+        rows.append(case | {"seeds": seeds} | _lists(runs))
     source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
     return Outcome(rows, provenance={"source": source, "kind": "replayed"})
 
 
 def run_with(
-    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], rules: Mapping[str, Victim] = VICTIMS
-) -> dict[str, Any]:
-    """Return what clients saw of one case, and the longest time that a request waited for its next token."""
+    items: Sequence[Item], costs: Costs, case: Mapping[str, Any], overrides: Mapping[str, Victim] | None = None
+) -> dict[str, float]:
+    """Return what clients saw of one case, and what it computed again."""
     executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
-    victim = victim_of(case["victim"], costs, case["seed"], rules)
-    settings = EngineConfig(victim=victim, watermark=0.0, **SCHEDULERS[case["scheduler"]])
+    victim = victim_of(case["victim"], costs, case["seed"], overrides)
+    ordered = {"resume": case.get("order", IN_ORDER), "wait_s": AGED_S}
+    settings = EngineConfig(victim=victim, watermark=0.0, **ordered, **SCHEDULERS[case["scheduler"]])
     return seen(executor, settings, make_policy(case["recovery"]), items)
 
 
-def seen(executor: Executor, settings: EngineConfig, policy: PreemptionPolicy, items: Sequence[Item]) -> dict[str, Any]:
-    """The metrics of one run, and the longest time between two tokens of any request."""
-    metrics, requests, _ = served(executor, settings, policy, items)
-    gaps = [float(np.diff(request.times_s).max()) for request in requests if len(request.times_s) > 1]
-    return metrics | {"longest_gap_s": max(gaps)}
+def seen(
+    executor: Executor, settings: EngineConfig, policy: PreemptionPolicy, items: Sequence[Item]
+) -> dict[str, float]:
+    """The ``MEASURES`` of one run."""
+    engine = Engine(executor, settings, policy=policy)
+    requests = serve_items(engine, items)
+    first_s = np.array([request.ttft_s for request in requests])
+    gaps_s = np.array([np.diff(request.times_s).max(initial=0.0) for request in requests])
+    tpot_s = [seconds for request in requests if (seconds := request.tpot_s) is not None]
+    ttft_bound_s, gap_bound_s = IN_TIME_S
+    return {
+        "p99_tpot_ms": float(np.percentile(tpot_s, 99)) * 1e3,
+        "mean_ttft_ms": float(first_s.mean()) * 1e3,
+        "p99_ttft_ms": float(np.percentile(first_s, 99)) * 1e3,
+        "in_time_pct": 100 * float(((first_s <= ttft_bound_s) & (gaps_s <= gap_bound_s)).mean()),
+        "computed_again_pct": 100 * engine.token_counts[Kind.RECOMPUTE] / sum(engine.token_counts.values()),
+        "longest_gap_s": float(gaps_s.max()),
+        "starved": float((gaps_s > STARVED_S).sum()),
+        "preemptions": float(sum(request.preemptions for request in requests)),
+    }
+
+
+def _lists(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The columns of a row: each measure of all runs."""
+    return {name: [round(run[name], 4) for run in runs] for name in MEASURES}
 
 
 @dataclass(frozen=True)
@@ -147,8 +201,8 @@ class LiveVictimsConfig(LiveLoadsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown_name := next((name for name in self.victims if name not in VICTIMS), ""):
-            raise ProfileError(f"live_victims: no victim {unknown_name!r}; {unknown(unknown_name, VICTIMS)}")
+        for name in self.victims:
+            victim_named(name)
 
 
 def victims_live(profile: Profile) -> Outcome:
@@ -159,7 +213,7 @@ def victims_live(profile: Profile) -> Outcome:
     loads = config.loads(loaded, seeds)
     cases = list(product(seeds, config.victims, config.recoveries))
     random.Random(profile.seed).shuffle(cases)
-    runs: dict[tuple[int, str, str], dict[str, Any]] = {}
+    runs: dict[tuple[int, str, str], dict[str, float]] = {}
     with closing(config.executor(loaded)) as executor:
         for seed, victim, recovery in track(cases, desc="live victims"):
             settings = EngineConfig(victim=victim, watermark=0.0)
@@ -167,25 +221,36 @@ def victims_live(profile: Profile) -> Outcome:
     rows: Rows = [
         {"blocks": config.blocks, "scheduler": "prefill_first", "recovery": recovery, "victim": victim}
         | {"seeds": list(seeds)}
-        | {name: [round(runs[seed, victim, recovery][name], 4) for seed in seeds] for name in METRICS}
+        | _lists([runs[seed, victim, recovery] for seed in seeds])
         for victim, recovery in product(config.victims, config.recoveries)
     ]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
 
 
 def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """The mean P99 TPOT and the longest wait of each case, and how far its P99 TPOT lies below that of the last that
-    came with the same recovery, and below that of LIFO with cross-point, on the same draws."""
+    """Summarize each case, and how far it lies, on the same draws, below the last that came with the same recovery and
+    order, below LIFO with cross-point, which is CPS, and below recompute of the last that was admitted, which is
+    vLLM."""
     summary = Summary()
-    cases = {(row["blocks"], row["scheduler"], row["recovery"], row["victim"]): row for row in rows}
-    for (blocks, scheduler, recovery, victim), case_rows in cases.items():
-        labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery, "variant": victim}
-        for measure, (column, unit) in MEASURES.items():
+    cases = {
+        (row["blocks"], row["scheduler"], row["recovery"], row["victim"], row.get("order", IN_ORDER)): row
+        for row in rows
+    }
+    for (blocks, scheduler, recovery, victim, order), case_rows in cases.items():
+        load = f"{blocks} blocks" + (f", {order}" if order != IN_ORDER else "")
+        labels = {"case": load, "scheduler": scheduler, "policy": recovery, "variant": victim}
+        for column in MEASURES.keys() & case_rows.keys():
+            measure, unit = MEASURES[column]
             summary.add(measure, bootstrap(case_rows[column]).summary(unit), **labels)
-        for than, other in ((f"{LIFO} {recovery}", recovery), (f"{LIFO} cross_point", "cross_point")):
-            base = cases.get((blocks, scheduler, other, LIFO))
-            if base is None or base is case_rows or summary.get("tpot_p99_below_pct", **labels, than=than):
+        for than, (other, its_order, columns) in {
+            f"{LIFO} {recovery}": (recovery, order, ("p99_tpot_ms",)),
+            CPS: ("cross_point", IN_ORDER, ("p99_tpot_ms", "mean_ttft_ms")),
+            VLLM: ("recompute", IN_ORDER, ("computed_again_pct", "mean_ttft_ms")),
+        }.items():
+            base = cases.get((blocks, scheduler, other, than.split()[0], its_order))
+            if base is None or base is case_rows:
                 continue
-            below = share_below(case_rows["p99_tpot_ms"], base["p99_tpot_ms"])
-            summary.add("tpot_p99_below_pct", below.summary("%", 100), **labels, than=than)
+            for column in (column for column in columns if any(base.get(column, ()))):
+                below = share_below(case_rows[column], base[column])
+                summary.add(BELOW[column], below.summary("%", 100), **labels, than=than)
     return summary

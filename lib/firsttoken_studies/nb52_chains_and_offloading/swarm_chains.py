@@ -220,8 +220,9 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         summary.by(passes, {}, {"block_s": ("seconds", "median", "s")}, **origin)
         for network, gbit in product(NETWORKS, BOUNDS_GBIT_PER_S):
             step_s = offload_s(BLOOM_BYTES, gbit)
-            speedup = bootstrap(
-                passes.seconds, lambda s, by=step_s, network_link=network: by / _bloom_s(s, network_link)
+            speedup = bootstrap(  # of a step through all blocks of BLOOM on three servers as fast as this machine
+                passes.seconds,
+                lambda s, by=step_s, network_link=network: by / _swarm_s(BLOOM_BLOCKS * s, BLOOM_HIDDEN, network_link),
             ).summary("x")
             labels_of_ratio = {"link": network, "source": "measured", "than": OFFLOADING, "gbit_per_s": gbit}
             summary.add("steps_per_s_x", speedup, **origin, **labels_of_ratio)
@@ -235,11 +236,6 @@ def chains_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
 
 def _swarm_s(seconds: np.ndarray, hidden: int, network: str, tokens: int = 1) -> float:
     return swarm_s(float(np.median(seconds)), PUBLISHED_SERVERS, hidden, NETWORKS[network], tokens)
-
-
-def _bloom_s(block_s: np.ndarray, network: str) -> float:
-    """A step through all blocks of BLOOM on three servers as fast as this machine."""
-    return _swarm_s(BLOOM_BLOCKS * block_s, BLOOM_HIDDEN, network)
 
 
 def _published() -> Summary:

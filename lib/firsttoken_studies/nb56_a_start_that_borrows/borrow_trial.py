@@ -7,39 +7,36 @@ Prints one line of JSON. The request arrives when the libraries are imported; ev
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
-INTERPRETER_UP = time.monotonic()
+import torch
 
-import json  # noqa: E402
-import sys  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any, TypeAlias  # noqa: E402
-
-import torch  # noqa: E402
-
-from firsttoken.engine.accelerator import build_model  # noqa: E402
-from firsttoken.engine.decoder import LocalSegment  # noqa: E402
-from firsttoken.engine.engine import Engine  # noqa: E402
-from firsttoken.engine.live_executor import LiveExecutor  # noqa: E402
-from firsttoken.engine.request import Request, Sampling  # noqa: E402
-from firsttoken.link.shaped import Link, LinkConfig  # noqa: E402
-from firsttoken.petals.timeouts import Timeouts  # noqa: E402
-from firsttoken.progressiveserve.checkpoint.manifest import read_manifest  # noqa: E402
-from firsttoken.progressiveserve.loading.loader import StageLoad  # noqa: E402
-from firsttoken.progressiveserve.loading.meta_model import MetaModel  # noqa: E402
-from firsttoken.study.dtypes import DTYPES, named  # noqa: E402
-from firsttoken.study.system.cgroup_limits import stay_on  # noqa: E402
-from firsttoken_extras.layer_borrowing.arrivals import follow  # noqa: E402
-from firsttoken_extras.layer_borrowing.embeddings import neighbours_name  # noqa: E402
-from firsttoken_extras.layer_borrowing.lease import Lease  # noqa: E402
-from firsttoken_extras.layer_borrowing.lender import Lender  # noqa: E402
-from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica, as_they_come  # noqa: E402
-from firsttoken_studies.nb56_a_start_that_borrows.borrow_spec import BORROWED, BorrowSpec, StartSpec  # noqa: E402  # noqa: E402
-from firsttoken_studies.probes.fast_exit import tell_and_end  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize  # noqa: E402
-from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS  # noqa: E402
+from firsttoken.engine.accelerator import build_model
+from firsttoken.engine.decoder import LocalSegment
+from firsttoken.engine.engine import Engine
+from firsttoken.engine.live_executor import LiveExecutor
+from firsttoken.engine.request import Request, Sampling
+from firsttoken.link.shaped import Link, LinkConfig
+from firsttoken.petals.timeouts import Timeouts
+from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
+from firsttoken.progressiveserve.loading.loader import StageLoad
+from firsttoken.progressiveserve.loading.meta_model import MetaModel
+from firsttoken.study.dtypes import DTYPES, named
+from firsttoken.study.system.cgroup_limits import stay_on
+from firsttoken_extras.layer_borrowing.arrivals import follow
+from firsttoken_extras.layer_borrowing.embeddings import neighbours_name
+from firsttoken_extras.layer_borrowing.lease import Lease
+from firsttoken_extras.layer_borrowing.lender import Lender
+from firsttoken_extras.layer_borrowing.replica import CONFIG, BorrowingReplica, as_they_come
+from firsttoken_studies.nb56_a_start_that_borrows.borrow_spec import BORROWED, BorrowSpec, StartSpec
+from firsttoken_studies.probes.fast_exit import tell_and_end
+from firsttoken_studies.progressiveserve.coldstart.trial_variants import tokenize
+from firsttoken_studies.progressiveserve.coldstart.variants import VARIANTS
 
 Lenders: TypeAlias = "Callable[[int], Sequence[Lender]]"
 """Who lends layers of a model of so many."""

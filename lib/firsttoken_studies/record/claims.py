@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from firsttoken.study.errors import ClaimsError
 from firsttoken.study.parsing.parse_errors import ParseError, errors_as, shown
-from firsttoken.study.parsing.schema import at_least, parse_as, unknown
+from firsttoken.study.parsing.schema import at_least, fits, parse_as, unknown
 from firsttoken.study.parsing.yaml_text import read_entries
 from firsttoken.study.summary import misnamed
 
@@ -32,8 +32,7 @@ WORDING = ("place", "says", "conditions", "told")  # what a reader takes the ver
 COUNTING = ("erratum", "counts_as", "first_look")  # how a verdict counts, in a claim's wording where one is set
 
 
-def _row_of_errata(row: str) -> str:
-    return "" if re.fullmatch(r"([IN]\d+)?", row) else "expected a row of errata.md, such as I20"
+_row_of_errata = fits(re.compile(r"([IN]\d+)?").fullmatch, "expected a row of errata.md, such as I20")
 
 
 @dataclass(frozen=True)

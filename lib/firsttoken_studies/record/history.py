@@ -110,16 +110,11 @@ def committed_runs() -> Iterable[tuple[str, str, str]]:
         yield commit, path, rows_digest(expanded(json.loads(text))["rows"])
 
 
-def file_at(commit: str, path: str) -> str:
-    """The text of a file at a commit."""
-    return _git("show", f"{commit}:{path}")
-
-
 def _changed_lines(log: Log) -> Iterator[str]:
     """Yield a fault for each earlier log that is not the beginning of today's."""
     now = [line.text for line in log.lines]
     for commit in _git("log", "--format=%H", "--", _log_path()).split():
-        then = [line.text for line in parse_log(file_at(commit, _log_path()), paths.RECORD_LOG).lines]
+        then = [line.text for line in parse_log(_git("show", f"{commit}:{_log_path()}"), paths.RECORD_LOG).lines]
         if now[: len(then)] != then:
             yield f"{paths.RECORD_LOG.name} does not begin with what commit {commit[:9]} has: lines were changed"
 

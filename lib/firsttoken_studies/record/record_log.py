@@ -23,7 +23,7 @@ from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.files import write_text
 from firsttoken.study.parsing.json_text import parse_json
 from firsttoken.study.parsing.parse_errors import ParseError, errors_as
-from firsttoken.study.parsing.schema import parse_as
+from firsttoken.study.parsing.schema import fits, parse_as
 from firsttoken.study.storage import storing
 from firsttoken_studies.record.claims import Claim
 from firsttoken_studies.record.results import Result, Rows
@@ -54,8 +54,7 @@ RETIRED = ClaimRecord((), verdict="retired")
 """What an edit says of a claim that is judged no longer."""
 
 
-def _reasoned(reason: str) -> str:
-    return "" if reason == reason.strip() else "a reason neither begins nor ends with a space"
+_reasoned = fits(lambda reason: reason == reason.strip(), "a reason neither begins nor ends with a space")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def script(runs: Sequence[IdeaRun]) -> str:
     content = {
         "CLOSE": CLOSE,
         "CLOSE_SHARE": CLOSE_SHARE,
-        "RUNS": {idea: [_told(run) for run in runs if run.idea == idea] for idea in tricks.IDEAS},
+        "RUNS": {idea: [vars(run) for run in runs if run.idea == idea] for idea in tricks.IDEAS},
         "RANGES": {idea: ranges(runs, idea) for idea in tricks.IDEAS},
     }
     lines = [f"const {name} = {json.dumps(value)};" for name, value in content.items()]
@@ -109,18 +109,6 @@ def _run(
     """The medians of the column ``seconds`` of rows without the idea and of ``with_trick``, with it."""
     medians = (median(row[seconds] for row in rows) for rows in (without, with_trick))
     return IdeaRun(idea, notebook, result.slug, setting, *medians, min(len(without), len(with_trick)))
-
-
-def _told(run: IdeaRun) -> dict[str, Any]:
-    return {
-        "at": dict(run.at),
-        "without": run.without_s,
-        "with": run.with_s,
-        "rival": run.rival_s,
-        "n": run.n,
-        "machine": run.machine,
-        "notebook": run.notebook,
-    }
 
 
 def _prompt_of(borrowed: Result, starts: Result) -> int:

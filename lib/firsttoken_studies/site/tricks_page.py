@@ -39,26 +39,12 @@ class Slider:
         return int(value) if self.whole else value
 
     @property
-    def position(self) -> float:
-        """Return the slider's first position."""
-        return self._placed(self.value)
-
-    @property
-    def low(self) -> float:
-        """Return the slider's left end."""
-        return self._placed(self.least)
-
-    @property
-    def high(self) -> float:
-        """Return the slider's right end."""
-        return self._placed(self.most)
-
-    @property
     def step(self) -> float:
         """Return the length of one step of the slider."""
-        return round((self.high - self.low) / 200, 6)
+        return round((self.placed(self.most) - self.placed(self.least)) / 200, 6)
 
-    def _placed(self, value: float) -> float:
+    def placed(self, value: float) -> float:
+        """Return the slider's position at a ``value``."""
         return round(log10(value), 4) if self.log else value
 
 
@@ -230,12 +216,8 @@ def _function(name: str, function: Callable[..., Any]) -> str:
     (node,) = ast.parse(inspect.getsource(function)).body
     if not isinstance(node, ast.FunctionDef):
         raise ValueError(f"{name} is no plain function")
-    statements = [_statement(name, node_of_body) for node_of_body in node.body if not _is_docstring(node_of_body)]
+    statements = [_statement(name, statement) for statement in node.body[ast.get_docstring(node) is not None :]]
     return f"function {name}({', '.join(argument.arg for argument in node.args.args)}) {{ {' '.join(statements)} }}"
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _statement(name: str, node: ast.stmt) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
-from firsttoken.engine.scheduler_state import VICTIM, VICTIMS
+from firsttoken.engine.preemption.victims import VICTIM, VICTIMS
 from firsttoken.engine.schedulers.sarathi import PrefillFirst
 from firsttoken.sarathi.checked_scheduler import watched
 from firsttoken.simulation.costs.published import PublishedCosts

@@ -107,7 +107,7 @@ def draw(seed: int, policy: Transition | None = None) -> Schedule:
             requests=8,
             token_budget=rng.randint(8, 40),
             prefill_tokens=rng.randint(1, 60),
-            overtake=rng.random() < 0.3,
+            resume=rng.choice(("in_order", "in_order", "any_that_fits", "shortest_first")),
             share_prefixes=rng.random() < 0.4,
         ),
     )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from firsttoken.engine.costs.cost_model import step_parts
 from firsttoken.engine.request import Request, ScheduledChunk
-from firsttoken.engine.schedulers.scheduler import Scheduler, SchedulerConfig
+from firsttoken.engine.schedulers.scheduler import Scheduler
+from firsttoken.engine.schedulers.scheduler_config import SchedulerConfig
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
 

@@ -5,49 +5,19 @@ Here requests have blocks, lose them, have them back, move to another version, a
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from firsttoken.engine.block_pool import BlockPool, PrefixSharing
 from firsttoken.engine.drafts import take_draft
 from firsttoken.engine.executor import Version
 from firsttoken.engine.preemption.preemption_policy import Action, Preemptor
+from firsttoken.engine.preemption.resume import IN_ORDER, resume_order_named
+from firsttoken.engine.preemption.victims import Victim
 from firsttoken.engine.request import Phase, Request, ScheduledChunk
-from firsttoken.engine.scheduler_state import KVSource, LayerwisePrefill, PendingPrefix, Queues, Victim
-from firsttoken.study.errors import ProfileError
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of a step: what it may hold, and how long it may take.
-
-    ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
-
-    ``overtake`` lets a swapped request that fits come back before an earlier one that does not (vLLM: no). Schedulers
-    that cut prompts process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a
-    request) and ``ttft_s`` (to its first) leave.
-    ``wait_s`` is how long one that prefers short prompts may let others wait. Raises ProfileError for what is below 1,
-    or no time.
-    """
-
-    requests: int = 256
-    prefill_tokens: int = 2048
-    overtake: bool = False
-    token_budget: int = 512
-    tbt_s: float = math.inf
-    ttft_s: float = math.inf
-    wait_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "prefill_tokens", "token_budget"):
-            if getattr(self, name) < 1:
-                raise ProfileError(f"engine: {name} must be at least 1, not {getattr(self, name)}")
-        for name in ("tbt_s", "ttft_s", "wait_s"):
-            if not getattr(self, name) > 0:
-                raise ProfileError(f"engine: {name} must be above 0, not {getattr(self, name)}")
+from firsttoken.engine.scheduler_state import KVSource, LayerwisePrefill, PendingPrefix, Queues
+from firsttoken.engine.schedulers.scheduler_config import SchedulerConfig
 
 
 class Scheduler(Queues, ABC):
@@ -77,6 +47,7 @@ class Scheduler(Queues, ABC):
         self.config = config
         self.preemptor = preemptor
         self.victim = victim
+        self.resume_order = resume_order_named(config.resume)
         self.prefixes = prefixes
         self.planned: list[ScheduledChunk] = []  # for the coming step, by now
         self.preempted = 0  # how often so far
@@ -188,27 +159,50 @@ class Scheduler(Queues, ABC):
         return chunks
 
     def resume(self) -> None:
-        """Give blocks back to swapped requests, the first come first, as long as there are enough.
+        """Give blocks back to swapped requests in the order that ``config.resume`` names, as long as there are enough.
 
-        Where the first does not fit the others wait too, unless ``config.overtake`` lets any that fits go ahead.
+        Where one does not fit those behind it wait too, unless they may pass it.
         """
-        for request in sorted(self.swapped, key=lambda request: request.order):
-            while (blocks := self._blocks(request, request.cached + 1)) is None and self._make_room():
-                pass
-            if blocks is not None:
-                request.blocks = blocks
-                if self.prefixes is not None:
-                    self.prefixes.returned(request)
-                self.preemptor.restore(request)
-                self.move_to(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
-            elif not self.config.overtake:
+        for request in sorted(self.swapped, key=self.resume_order.turn):
+            if not self.bring_back(request) and not self._may_be_passed(request):
                 return
+
+    def bring_back(self, request: Request) -> bool:
+        """Give blocks to the swapped ``request``, and begin to restore it; return whether there are enough."""
+        while (blocks := self._blocks(request, request.cached + 1)) is None:
+            if not self._make_room():
+                return False
+        request.blocks = blocks
+        if self.prefixes is not None:
+            self.prefixes.returned(request)
+        self.preemptor.restore(request)
+        self.move_to(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
+        return True
+
+    def _may_be_passed(self, request: Request) -> bool:
+        """Return whether others may go ahead of the preempted ``request`` while it does not fit."""
+        last_s = request.times_s[-1] if request.times_s else request.arrival_s
+        return self.resume_order.may_pass(self.preemptor.executor.now() - last_s, self.config.wait_s)
+
+    def _sort_preempted(self) -> None:
+        """Sort the waiting requests that were preempted by the resume order, before all that never ran. Where others
+        may pass one that does not fit, those that fit come first."""
+
+        def turn(request: Request) -> tuple[Any, ...]:
+            if not request.preemptions:
+                return (True,)
+            fits = self._missing(request, len(request.tokens)) <= self.pool.free - self.pool.watermark
+            return False, not fits and self._may_be_passed(request), self.resume_order.turn(request)
+
+        self.sort_waiting(turn)
 
     # -- what the engine calls
 
     def plan(self) -> list[ScheduledChunk]:
         """Call ``schedule`` with nothing planned, and return its chunks."""
         self.planned.clear()
+        if self.config.resume != IN_ORDER and any(request.preemptions for request in self.waiting):
+            self._sort_preempted()
         return self.schedule()
 
     def completed(self, prefills: Sequence[tuple[int, int]], contexts: Sequence[int], seconds: float) -> None:

@@ -43,21 +43,16 @@ class _WaitingPass(CancelScope):
 
 class FrozenBlocks:
     """``blocks`` of the model in ``folder`` in ``dtype``, loaded when the first pass comes; one pass at a time, while
-    ``waiting`` others do. Between clients the turns are fair in the bytes of their passes."""
+    others wait. Between clients the turns are fair in the bytes of their passes."""
 
     def __init__(self, folder: Path, blocks: range, dtype: torch.dtype) -> None:
         self.blocks = blocks
         self._folder, self._dtype = folder, dtype
         self._model: Any = None
         self.busy = False  # a pass runs
-        self._waiting: list[_WaitingPass] = []
+        self._waiting: list[_WaitingPass] = []  # for their turn, or for their message
         self._turns = FairQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="firsttoken-passes")
-
-    @property
-    def waiting(self) -> int:
-        """Passes that wait for their turn, or for their message."""
-        return len(self._waiting)
 
     async def answer(
         self, receive: Callable[[], Awaitable[bytes]], layers: range, width: int, client: Client = HERE

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +185,7 @@ def _within(adapters: Adapters, blocks: range) -> Adapters:
 IGNORED = -100  # the label of a token that is not learned, as everywhere
 
 
-class RemoteTraining:
+class RemoteTraining(AbstractContextManager):
     """The model in ``folder``, its blocks on servers with --train of the swarm that ``peers`` (HOST:PORT) belong to;
     ``prompt`` and ``lora`` are trained, the rest is frozen. Float32. A context manager; raises as a RemoteModel."""
 
@@ -242,9 +243,6 @@ class RemoteTraining:
     def close(self) -> None:
         self._refreshing.cancel()
         wait_for(self.chain.swarm.close())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

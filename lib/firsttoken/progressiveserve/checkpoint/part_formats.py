@@ -9,7 +9,6 @@ library is imported, here and by a handler before weights are made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from firsttoken.progressiveserve.checkpoint.names import torch_dtype
@@ -40,25 +39,38 @@ Entries = Mapping[str, TensorEntry]
 """What a file's header says of what lies in it."""
 
 
-class PartCoding(Protocol):
-    """The coding of one part: what its manifest says of its tensors, whose file has these ``entries``."""
+class PartCoding:
+    """The coding of one part: what its manifest says of its tensors, whose file has these ``entries``.
+
+    As it stands it is that of parts without a format, of which a manifest has nothing more to say.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
 
     @property
     def refines(self) -> bool:
         """Return whether the part refines tensors that are there, and brings none."""
+        return False
 
     def tensors(self, entries: Entries) -> Mapping[str, PartTensor]:
         """The model's tensors that the part brings or refines. Those that lie in the file as they are have their own
         name there, and no other has."""
+        return entries
 
     def identity(self, name: str) -> str:
-        """Return what all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind."""
+        """Return what all parts of the tensor ``name`` must say alike; "" where the part knows nothing of the kind: a
+        rounded tensor and the exact one are of different bytes."""
+        return ""
 
     def check(self, entries: Entries, subject: str) -> None:
         """Raise ParseError unless the file's ``entries`` are what the coding says; ``subject`` names the part."""
+        if self._content:
+            raise ParseError(f"{subject} says more of its tensors and names no format")
 
     def planned(self, entries: Entries) -> Any:
         """Return the part's coding in a plan (``plan.PlannedCoding``); None where its tensors lie as they are."""
+        return None
 
 
 class StoredPart(Protocol):
@@ -71,15 +83,27 @@ class StoredPart(Protocol):
     data_start: int
 
 
-class PartReader(Protocol):
-    """Reads parts of one format that bring tensors, for one thread."""
+class PartReader:
+    """Reads parts of one format that bring tensors, for one thread.
+
+    As it stands it takes tensors as they lie in the file, in its memory where they are of ``dtype``.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
         """The shapes of the tensors that cannot stay where the file was read."""
+        return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
 
     def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
         """The tensors of ``part`` by name. ``data``, uint8, are the bytes of ``file`` behind its header, where the
         model computes; ``allocate`` gives memory there. Raises ModelError."""
+        stored = {name: stored_tensor(part, name, data) for name in part.carried}
+        return {
+            name: tensor if tensor.dtype == self._dtype else allocate(tensor.shape).copy_(tensor)
+            for name, tensor in stored.items()
+        }
 
 
 class WordUnpacker(Protocol):
@@ -96,21 +120,28 @@ class PartRefiner(Protocol):
         """Refine ``parameters``, each found by its tensor's name, by what ``file`` holds. Raises ModelError."""
 
 
-class PartFormat(Protocol):
-    """The handler of one format. Reading a coding needs no torch; what it makes may import it."""
+class PartFormat:
+    """The handler of one format. Reading a coding needs no torch; what it makes may import it.
+
+    As it stands it is that of parts without a format: a part that comes again takes the place of the one before.
+    """
 
     def read(self, content: dict[str, Any]) -> PartCoding:
         """The coding of a part whose manifest says ``content``. Raises ParseError."""
+        return PartCoding(content)
 
     def reader(self, dtype: torch.dtype) -> PartReader:
         """Return a new reader, whose tensors are of ``dtype``."""
+        return PartReader(dtype)
 
     def word_unpacker(self, parts: Sequence[StoredPart]) -> WordUnpacker | None:
         """Return a new filler that needs no torch; None where ``parts`` need it."""
+        return None
 
     def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
         """Return a new refiner. It gives each change of weights to ``between``, which calls it when nobody computes
         with them."""
+        raise NotImplementedError("no such part refines what is there")
 
 
 def stored_tensor(part: StoredPart, name: str, data: Tensor) -> Tensor:
@@ -119,65 +150,10 @@ def stored_tensor(part: StoredPart, name: str, data: Tensor) -> Tensor:
     return data[entry.start - first : entry.end - first].view(torch_dtype(entry.dtype)).reshape(entry.shape)
 
 
-@dataclass(frozen=True)
-class PlainCoding:
-    """The coding of parts without a format, of which a manifest has nothing more to say."""
-
-    content: dict[str, Any]
-    refines = False
-
-    def tensors(self, entries: Entries) -> Entries:
-        return entries
-
-    def identity(self, name: str) -> str:
-        """Return nothing: a rounded tensor and the exact one are of different bytes."""
-        return ""
-
-    def check(self, entries: Entries, subject: str) -> None:
-        if self.content:
-            raise ParseError(f"{subject} says more of its tensors and names no format")
-
-    def planned(self, entries: Entries) -> None:
-        return None
-
-
-class PlainReader:
-    """Takes tensors as they lie in the file, in its memory where they are of ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def copied_shapes(self, part: StoredPart) -> list[tuple[int, ...]]:
-        return [tensor.shape for tensor in part.carried.values() if torch_dtype(tensor.dtype) != self._dtype]
-
-    def read(self, part: StoredPart, file: memoryview, data: Tensor, allocate: AllocateTensor) -> dict[str, Tensor]:
-        stored = {name: stored_tensor(part, name, data) for name in part.carried}
-        return {
-            name: tensor if tensor.dtype == self._dtype else allocate(tensor.shape).copy_(tensor)
-            for name, tensor in stored.items()
-        }
-
-
-class PlainFormat:
-    """The handler of parts without a format: a part that comes again takes the place of the one before."""
-
-    def read(self, content: dict[str, Any]) -> PlainCoding:
-        return PlainCoding(content)
-
-    def reader(self, dtype: torch.dtype) -> PlainReader:
-        return PlainReader(dtype)
-
-    def word_unpacker(self, parts: Sequence[StoredPart]) -> None:
-        return None
-
-    def refiner(self, between: Callable[[Callable[[], None]], Any]) -> PartRefiner:
-        raise NotImplementedError("no such part refines what is there")
-
-
 def format_of(name: str) -> PartFormat:
     """The handler of the format ``name``. Raises ModelError for one that is not registered, or cannot be imported."""
     if not name:
-        return PlainFormat()
+        return PartFormat()
     formats = registered(KIND)
     if name not in formats:
         raise ModelError(

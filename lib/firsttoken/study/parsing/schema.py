@@ -24,21 +24,24 @@ Kind = TypeVar("Kind")
 Fault = Callable[[Any], str]  # what is wrong with a value, "" if nothing: stands in `Annotated[int, at_least(0)]`
 
 
+def fits(test: Callable[[Any], object], fault: str) -> Fault:
+    """Return the check by ``test``; ``fault`` is what is wrong with a value for which it is false."""
+    return lambda value: "" if test(value) else fault
+
+
 def at_least(least: float) -> Fault:
     """A number of ``least`` or more."""
-    return lambda value: "" if value >= least else f"expected {least} or more"
+    return fits(lambda value: value >= least, f"expected {least} or more")
 
 
 def between(least: float, most: float) -> Fault:
     """Return the check that a number is within both ends."""
-    return lambda value: "" if least <= value <= most else f"expected {least:,} to {most:,}"
+    return fits(lambda value: least <= value <= most, f"expected {least:,} to {most:,}")
 
 
 def digits(count: int) -> Fault:
     """A text of so many lower-case hexadecimal digits."""
-    return lambda value: (
-        "" if len(value) == count and set(value) <= set("0123456789abcdef") else f"expected {count} hex"
-    )
+    return fits(lambda value: len(value) == count and set(value) <= set("0123456789abcdef"), f"expected {count} hex")
 
 
 def plain_name(value: str) -> str:

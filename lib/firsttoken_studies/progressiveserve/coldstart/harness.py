@@ -86,8 +86,7 @@ def one_trial(spec: TrialSpec, wire: TrialLink, timeout_s: float = 600.0, module
     files = [path for path in every if path.suffix == ".safetensors"]
     resident = make_cold(files) if wire.cold else make_warm(files)
     if wire.cold:
-        warm_libraries()
-        make_warm([path for path in every if path not in files])
+        warm_libraries([path for path in every if path not in files])
     touch_memory(sum(path.stat().st_size for path in files))
     folder, bucket = Path(spec.staged), wire.gbit_per_s if wire.shaped_by == BUCKET else 0.0
     with ExitStack() as held:
@@ -130,18 +129,21 @@ def _package_folders() -> Iterator[str]:
         yield from importlib.import_module(package).__path__
 
 
-def warm_libraries() -> None:
-    """Read the files of all modules of this process, and of all of this project, into the page cache, as those of a
-    trial are among them.
+def warm_libraries(others: Sequence[Path]) -> None:
+    """Read ``others``, the files of all modules of this process and of all of this project, and the folders that an
+    import looks into, into the page cache: what a trial reads beside the weights is among them.
 
-    Where a page of the weights stays, ``make_cold`` drops those of all files. Under a limit in the kernel a trial's
-    imports would then wait behind the weights, and so would the hash of the tokenizer: over 0.1 Gbit/s torch was there
-    after 22 s, with the last weight.
+    Where a page of the weights stays, ``make_cold`` drops those of all files and folders. Under a limit in the kernel a
+    trial's imports would then wait behind the weights, and so would the hash of the tokenizer: over 0.1 Gbit/s torch
+    was there after 22 s, with the last weight, in three of seven starts still when all files and no folders were read.
     """
     modules = [*sys.modules.values()]
     names = {getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules}
     paths = {Path(name) for name in names if isinstance(name, str)}
-    paths |= {path for folder in _package_folders() for path in Path(folder).rglob("*.pyc")}
+    paths |= {*others, *(path for folder in _package_folders() for path in Path(folder).rglob("*.pyc"))}
+    paths |= {path for folder in sys.path for path in Path(folder).glob("*.dist-info/*")}  # read by importlib.metadata
+    for folder in {*map(Path, sys.path), *(folder for path in paths for folder in path.parents)}:
+        list(folder.glob("*"))
     make_warm([path for path in paths if path.is_file() and resident_fraction(path) != 1])
 
 

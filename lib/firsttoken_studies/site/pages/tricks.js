@@ -62,14 +62,14 @@ function outside(idea, said) {
 }
 
 function drawRun(section, { run, here }, longest) {
-  for (const kind of KINDS.filter((each) => run[each] !== null)) {
+  for (const kind of KINDS.filter((each) => run[`${each}_s`] !== null)) {
     const dot = section.querySelector(`.track.${kind} i`);
-    dot.hidden = run[kind] > longest;
-    dot.style.left = `${(100 * run[kind]) / longest}%`;
+    dot.hidden = run[`${kind}_s`] > longest;
+    dot.style.left = `${(100 * run[`${kind}_s`]) / longest}%`;
     dot.className = here ? "here" : "";
   }
-  const labels = KINDS.filter((kind) => run[kind] !== null).map((kind) => section.querySelector(`.bar.${kind} b`).textContent);
-  const times = KINDS.filter((kind) => run[kind] !== null).map((kind, index) => `${seconds(run[kind])} (${labels[index]})`);
+  const labels = KINDS.filter((kind) => run[`${kind}_s`] !== null).map((kind) => section.querySelector(`.bar.${kind} b`).textContent);
+  const times = KINDS.filter((kind) => run[`${kind}_s`] !== null).map((kind, index) => `${seconds(run[`${kind}_s`])} (${labels[index]})`);
   const source = run.machine.startsWith("operators") ? `computed from the measured ${run.machine}` : `n = ${run.n}, ${run.machine}`;
   section.querySelector(".run span").textContent = `Recorded ${here ? "here" : "with other settings"}: ${times.join(", ")}; ${source}.`;
   const link = section.querySelector(".run a");
@@ -89,7 +89,7 @@ function draw() {
     const idea = section.dataset.idea;
     const times = Object.fromEntries(IDEAS[idea](said).map((value, index) => [KINDS[index], value]));
     const found = nearest(idea, said);
-    const dots = found.here ? KINDS.map((kind) => found.run[kind] || 0) : [];
+    const dots = found.here ? KINDS.map((kind) => found.run[`${kind}_s`] || 0) : [];
     const longest = Math.max(...Object.values(times), ...dots);
     for (const [kind, value] of Object.entries(times)) {
       section.querySelector(`.bar.${kind} span`).style.width = `${Math.max(0.5, (100 * value) / longest)}%`;

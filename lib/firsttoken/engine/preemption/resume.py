@@ -1,0 +1,38 @@
+"""Resume orders: which preempted request comes back first, and whether others may go ahead of one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from firsttoken.engine.request import Request
+from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import unknown
+
+
+@dataclass(frozen=True)
+class ResumeOrder:
+    """``turn`` sorts preempted requests, the least first. ``may_pass`` says, by the seconds that a request has waited
+    for its next token and the most that it may, whether others may go ahead of it while it does not fit."""
+
+    turn: Callable[[Request], Any]
+    may_pass: Callable[[float, float], bool]
+
+
+_by_arrival = attrgetter("order")
+IN_ORDER, AGED = "in_order", "aged"
+RESUME_ORDERS: dict[str, ResumeOrder] = {
+    IN_ORDER: ResumeOrder(_by_arrival, lambda waited_s, most_s: False),  # vLLM 0.2
+    "any_that_fits": ResumeOrder(_by_arrival, lambda waited_s, most_s: True),
+    "shortest_first": ResumeOrder(lambda request: (len(request.tokens), request.order), lambda waited_s, most_s: True),
+    AGED: ResumeOrder(_by_arrival, lambda waited_s, most_s: waited_s < most_s),
+}
+
+
+def resume_order_named(name: str) -> ResumeOrder:
+    """Return the resume order of that name. Raises ProfileError for a name that is unknown."""
+    if name not in RESUME_ORDERS:
+        raise ProfileError(f"engine: no resume order {name!r}; {unknown(name, RESUME_ORDERS)}")
+    return RESUME_ORDERS[name]
