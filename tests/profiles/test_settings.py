@@ -152,7 +152,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"schedulers": ["orca"]}, "no scheduler 'orca'"),
         ({"pools": [0]}, "must be at least 1"),
     ],
-    "victims_live live_victims": [({"victims": ["random"]}, "no victim 'random'; known: first_arrived")],
+    "victims_live live_victims": [({"victims": ["oldest"]}, "no victim choice 'oldest'; known: first_arrived")],
 }
 
 
