@@ -66,7 +66,7 @@ SMALL = {
     "on_cards": {"prompts": [2048, 8192, 40000]},
     "operators_here": {"rows": [1, 16], "prompts": [16], "drawn": 3},
     "victims": {"short": 4, "long": 4, "pools": [512], "schedulers": ["prefill_first", "sarathi 512"]},
-    "league": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order", "aged"]},
+    "league": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order", "any_that_fits"]},
     "league_open": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
     "live_victims": {
         "victims": ["last_arrived", "first_arrived"],
