@@ -172,12 +172,11 @@ def seen(
     first_s = np.array([request.ttft_s for request in requests])
     gaps_s = np.array([np.diff(request.times_s).max(initial=0.0) for request in requests])
     tpot_s = [seconds for request in requests if (seconds := request.tpot_s) is not None]
-    ttft_bound_s, gap_bound_s = IN_TIME_S
     return {
         "p99_tpot_ms": float(np.percentile(tpot_s, 99)) * 1e3,
         "mean_ttft_ms": float(first_s.mean()) * 1e3,
         "p99_ttft_ms": float(np.percentile(first_s, 99)) * 1e3,
-        "in_time_pct": 100 * float(((first_s <= ttft_bound_s) & (gaps_s <= gap_bound_s)).mean()),
+        "in_time_pct": 100 * float(((first_s <= IN_TIME_S[0]) & (gaps_s <= IN_TIME_S[1])).mean()),
         "computed_again_pct": 100 * engine.token_counts[Kind.RECOMPUTE] / sum(engine.token_counts.values()),
         "longest_gap_s": float(gaps_s.max()),
         "starved": float((gaps_s > STARVED_S).sum()),
@@ -239,10 +238,11 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     for (blocks, scheduler, recovery, victim, order), case_rows in cases.items():
         load = f"{blocks} blocks" + (f", {order}" if order != IN_ORDER else "")
         labels = {"case": load, "scheduler": scheduler, "policy": recovery, "variant": victim}
-        for column in MEASURES.keys() & case_rows.keys():
-            measure, unit = MEASURES[column]
-            summary.add(measure, bootstrap(case_rows[column]).summary(unit), **labels)
-        for than, (other, its_order, columns) in {
+        # rows without an order are of before the league, and have less in their summary
+        columns = [name for name in MEASURES if name in case_rows and (name != "mean_ttft_ms" or "order" in case_rows)]
+        for column in columns:
+            summary.add(MEASURES[column][0], bootstrap(case_rows[column]).summary(MEASURES[column][1]), **labels)
+        for than, (other, its_order, bases) in {
             f"{LIFO} {recovery}": (recovery, order, ("p99_tpot_ms",)),
             CPS: ("cross_point", IN_ORDER, ("p99_tpot_ms", "mean_ttft_ms")),
             VLLM: ("recompute", IN_ORDER, ("computed_again_pct", "mean_ttft_ms")),
@@ -250,7 +250,7 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
             base = cases.get((blocks, scheduler, other, than.split()[0], its_order))
             if base is None or base is case_rows:
                 continue
-            for column in (column for column in columns if any(base.get(column, ()))):
+            for column in (name for name in bases if name in columns and any(base[name])):
                 below = share_below(case_rows[column], base[column])
                 summary.add(BELOW[column], below.summary("%", 100), **labels, than=than)
     return summary
