@@ -35,7 +35,7 @@ class EngineStats:
     blocks: int = 0
 
 
-class AsyncEngine(AbstractContextManager):
+class AsyncEngine(AbstractContextManager["AsyncEngine"]):
     """Steps ``engine`` in a thread of its own while requests are open. A context manager.
 
     Only that thread touches the engine. What others ask for is done between two steps, so a submission waits for one.

@@ -39,7 +39,7 @@ class TokenEvent:
     draft: bool = False
 
 
-class Stream(AbstractContextManager):
+class Stream(AbstractContextManager["Stream"]):
     """The tokens of one request, in order; iterating waits for the next. ``request`` is None until an engine has it.
 
     A client that goes away closes the stream (or leaves its ``with`` block): the request ends and its blocks are free.

@@ -65,7 +65,7 @@ class RemoteSegment:
         begin(self.chain.forget([request]))
 
 
-class RemoteModel(AbstractContextManager):
+class RemoteModel(AbstractContextManager["RemoteModel"]):
     """The model in ``folder`` with its ends here, and its blocks on the swarm that ``peers`` (HOST:PORT) belong to.
 
     Its ends compute on ``device``; ``engine`` is the engine over it, for what serves and schedules. Hidden states

@@ -40,7 +40,7 @@ def track(
     return Lines(items, desc, total, unit, initial, leave, delay)
 
 
-class Lines(AbstractContextManager, Generic[Item]):
+class Lines(AbstractContextManager["Lines[Item]"], Generic[Item]):
     """Progress in plain lines on standard error, for logs: one after a second, one every half minute, and one at the
     end of what took longer than five seconds. What does not ``leave`` has those of the half minutes alone.
 

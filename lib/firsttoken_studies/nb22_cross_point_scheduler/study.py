@@ -41,6 +41,7 @@ from firsttoken_studies.nb21_swap_or_recompute.study import LONG, PCIE_4_X16
 from firsttoken_studies.record.results import Outcome, Result, Rows, frame_of, rows_where
 
 PAPER_TPOT_MS = 36.55  # mean TPOT of CPS (4.2.2), to which the price of a decode step is set
+SOURCE = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
 BOUND = "bound"  # policy and costs of a row that no run made
 
 
@@ -249,8 +250,7 @@ def crosspoint_replayed(profile: Profile, *, policy: type[PreemptionPolicy] = Cr
                 rows.append(seed | case | run_replayed(items, costs, made(costs), config.blocks, resume, victim))
     why = f"what {config.blocks} blocks of 16 tokens can hold, shortest requests first, {PAPER_TPOT_MS} ms a step"
     floors = {"mean_ttft": {"value": float(np.mean(column(rows, BOUND, "mean_ttft_ms"))), "unit": "ms", "why": why}}
-    source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
-    return Outcome(rows, floors, provenance={"source": source, "kind": "replayed"})
+    return Outcome(rows, floors, provenance={"source": SOURCE, "kind": "replayed"})
 
 
 def run_replayed(

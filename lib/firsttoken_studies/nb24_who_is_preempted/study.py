@@ -33,7 +33,7 @@ from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap, share_below
 from firsttoken.study.summary import Summary
 from firsttoken_studies.cps.live_loads import LiveLoadsConfig
-from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, ReplayedConfig, calibrated, drawn
+from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, SOURCE, ReplayedConfig, calibrated, drawn
 from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
@@ -47,11 +47,6 @@ AGED_S = 5.0  # how long others may go ahead of a request under the resume order
 IN_TIME_S = 10.0, 1.0  # to the first token, and between any two
 STARVED_S = 30.0  # a wait for one token
 CPS, VLLM = f"{LIFO} cross_point", "last_admitted recompute"  # in order, as they are published
-BELOW = {  # column of the rows -> by how much another case has more of it
-    "p99_tpot_ms": "tpot_p99_below_pct",
-    "mean_ttft_ms": "ttft_mean_below_pct",
-    "computed_again_pct": "computed_again_below_pct",
-}
 
 
 @dataclass(frozen=True)
@@ -148,8 +143,7 @@ def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] |
     for case in track([dict(zip(named, values, strict=True)) for values in every], desc="victims"):
         runs = [run_with(loads[seed], costs, case | {"seed": seed}, overrides) for seed in seeds]
         rows.append(case | {"seeds": seeds} | _lists(runs))
-    source = "ShareGPT lengths on the costs of CPS Table 2; no model runs"
-    return Outcome(rows, provenance={"source": source, "kind": "replayed"})
+    return Outcome(rows, provenance={"source": SOURCE, "kind": "replayed"})
 
 
 def run_with(
@@ -252,5 +246,6 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
                 continue
             for column in (name for name in bases if name in columns and any(base[name])):
                 below = share_below(case_rows[column], base[column])
-                summary.add(BELOW[column], below.summary("%", 100), **labels, than=than)
+                name = MEASURES[column][0].rpartition("_")[0] + "_below_pct"  # the measure without its unit
+                summary.add(name, below.summary("%", 100), **labels, than=than)
     return summary

@@ -14,20 +14,19 @@ from firsttoken.study.parsing.schema import unknown
 
 @dataclass(frozen=True)
 class ResumeOrder:
-    """``turn`` sorts preempted requests, the least first. ``may_pass`` says, by the seconds that a request has waited
-    for its next token and the most that it may, whether others may go ahead of it while it does not fit."""
+    """``may_pass`` says, by the seconds that a preempted request has waited for its next token and the most that it
+    may, whether others may go ahead of it while it does not fit. ``turn`` sorts them, the least first: by arrival."""
 
-    turn: Callable[[Request], Any]
     may_pass: Callable[[float, float], bool]
+    turn: Callable[[Request], Any] = attrgetter("order")
 
 
-_by_arrival = attrgetter("order")
 IN_ORDER, AGED = "in_order", "aged"
 RESUME_ORDERS: dict[str, ResumeOrder] = {
-    IN_ORDER: ResumeOrder(_by_arrival, lambda waited_s, most_s: False),  # vLLM 0.2
-    "any_that_fits": ResumeOrder(_by_arrival, lambda waited_s, most_s: True),
-    "shortest_first": ResumeOrder(lambda request: (len(request.tokens), request.order), lambda waited_s, most_s: True),
-    AGED: ResumeOrder(_by_arrival, lambda waited_s, most_s: waited_s < most_s),
+    IN_ORDER: ResumeOrder(lambda waited_s, most_s: False),  # vLLM 0.2
+    "any_that_fits": ResumeOrder(lambda waited_s, most_s: True),
+    "shortest_first": ResumeOrder(lambda waited_s, most_s: True, lambda request: (len(request.tokens), request.order)),
+    AGED: ResumeOrder(lambda waited_s, most_s: waited_s < most_s),
 }
 
 

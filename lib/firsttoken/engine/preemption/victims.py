@@ -54,13 +54,13 @@ def shortest(running: list[Request]) -> Request:
 def last_but_the_longest(running: list[Request]) -> Request:
     """The request that came last, though never the one with the most tokens cached: that one is the dearest to bring
     back."""
-    return last_arrived([request for request in running if request is not longest(running)] or running)
+    return last_arrived(sorted(running, key=lambda request: (request.cached, request.order))[:-1] or running)
 
 
 def shortest_but_the_leader(running: list[Request]) -> Request:
     """Never the request with the most tokens; of the others the one with the fewest, and one that was preempted
     ``OFTEN`` times only where nobody else is left (llama.cpp's server, unslothai 184 and 186)."""
-    others = [request for request in running if request is not longest(running)] or running
+    others = sorted(running, key=lambda request: (request.cached, request.order))[:-1] or running
     return shortest([request for request in others if request.preemptions < OFTEN] or others)
 
 
@@ -126,11 +126,17 @@ class Drawn:
         return self._random.choice(running)
 
 
-_FUNCTIONS = (
-    *(last_arrived, first_arrived, last_admitted, longest, shortest, last_but_the_longest, shortest_but_the_leader),
-    *(most_remaining, least_remaining, most_blocks_for_its_work),
-)
-VICTIMS: dict[str, Victim | type[Victim]] = {rule.__name__: rule for rule in _FUNCTIONS} | {
+VICTIMS: dict[str, Victim | type[Victim]] = {
+    "last_arrived": last_arrived,
+    "first_arrived": first_arrived,
+    "last_admitted": last_admitted,
+    "longest": longest,
+    "shortest": shortest,
+    "last_but_the_longest": last_but_the_longest,
+    "shortest_but_the_leader": shortest_but_the_leader,
+    "most_remaining": most_remaining,
+    "least_remaining": least_remaining,
+    "most_blocks_for_its_work": most_blocks_for_its_work,
     "least_expected": LeastExpected,
     "random": Drawn,
 }

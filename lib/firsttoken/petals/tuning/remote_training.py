@@ -185,7 +185,7 @@ def _within(adapters: Adapters, blocks: range) -> Adapters:
 IGNORED = -100  # the label of a token that is not learned, as everywhere
 
 
-class RemoteTraining(AbstractContextManager):
+class RemoteTraining(AbstractContextManager["RemoteTraining"]):
     """The model in ``folder``, its blocks on servers with --train of the swarm that ``peers`` (HOST:PORT) belong to;
     ``prompt`` and ``lora`` are trained, the rest is frozen. Float32. A context manager; raises as a RemoteModel."""
 

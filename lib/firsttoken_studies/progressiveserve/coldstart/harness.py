@@ -138,9 +138,9 @@ def warm_libraries(others: Sequence[Path]) -> None:
     was there after 22 s, with the last weight, in three of seven starts still when all files and no folders were read.
     """
     modules = [*sys.modules.values()]
-    names = {getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules}
-    paths = {Path(name) for name in names if isinstance(name, str)}
-    paths |= {*others, *(path for folder in _package_folders() for path in Path(folder).rglob("*.pyc"))}
+    names = (getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules)
+    paths = {*others, *(Path(name) for name in names if isinstance(name, str))}
+    paths |= {path for folder in _package_folders() for path in Path(folder).rglob("*.pyc")}
     paths |= {path for folder in sys.path for path in Path(folder).glob("*.dist-info/*")}  # read by importlib.metadata
     for folder in {*map(Path, sys.path), *(folder for path in paths for folder in path.parents)}:
         list(folder.glob("*"))
