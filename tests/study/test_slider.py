@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+from jupyter_client.manager import start_new_kernel
 
 from firsttoken.study.progress import UNSEEN
 from firsttoken_studies.record.slider import turn
@@ -21,21 +20,27 @@ def picture(value):
 
 slider.turn(picture, "value", range(2, 11, 2), initial=4)
 """
+DISPLAY, OPEN = "display_data", "comm_open"  # a picture, and a widget, in the messages of a kernel
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_picture_stays_and_the_slider_is_for_who_looks(monkeypatch, seen: bool) -> None:
+    """The kernel's messages are read here and not by nbclient, which can hang beside a widget (nbclient#312)."""
     monkeypatch.delenv(UNSEEN, raising=False) if seen else monkeypatch.setenv(UNSEEN, "1")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    NotebookClient(notebook, kernel_name="python3").execute()
-    shown = [output.data for output in notebook.cells[0].outputs if output.output_type == "display_data"]
-    assert [[mime for mime in ("image/png", VIEW) if mime in data] for data in shown] == [["image/png"], [VIEW]][
-        : 1 + seen
-    ]
-    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {}).get("state", {})
-    sliders = [one["state"] for one in states.values() if one["model_name"] == "IntSliderModel"]
-    assert [[one[key] for key in ("value", "min", "max", "step")] for one in sliders] == [[4, 2, 10, 2]][:seen]
+    messages = []
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute_interactive(CELL, timeout=300, output_hook=messages.append)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    contents = {kind: [m["content"] for m in messages if m["msg_type"] == kind] for kind in (DISPLAY, OPEN)}
+    shown = [[mime for mime in ("image/png", VIEW) if mime in content["data"]] for content in contents[DISPLAY]]
+    assert shown == [["image/png"], [VIEW]][: 1 + seen]
+    states = [content["data"]["state"] for content in contents[OPEN]]
+    sliders = [state for state in states if state["_model_name"] == "IntSliderModel"]
+    assert [[slider[key] for key in ("value", "min", "max", "step")] for slider in sliders] == [[4, 2, 10, 2]][:seen]
 
 
 def test_outside_a_notebook_it_is_drawn_once() -> None:

@@ -100,7 +100,7 @@ class KVStore:
     def used(self) -> tuple[int, int]:
         """Bytes of tensors in memory and of files on disk."""
         with self._lock:
-            return self._memory.used, self._disk.used if self._disk else 0
+            return self._memory.lru.used, self._disk.lru.used if self._disk else 0
 
     @property
     def files(self) -> list[KVFile]:

@@ -63,20 +63,15 @@ class MemoryTier:
     """
 
     def __init__(self, limit: int) -> None:
-        self._lru = LruQueue(limit)
+        self.lru = LruQueue(limit)
         self._pieces: dict[str, dict[str, Tensor]] = {}
-
-    @property
-    def used(self) -> int:
-        """Return the bytes of all tensors."""
-        return self._lru.used
 
     def check(self, length: int, pieces: Mapping[str, Tensor]) -> None:
         """Raise CacheError when the ``pieces`` of a prefix of ``length`` tokens are larger than the tier."""
         size = sum(piece.nbytes for piece in pieces.values())
-        if size > self._lru.limit:
+        if size > self.lru.limit:
             raise CacheError(
-                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self._lru.limit:,}; "
+                f"the KV cache of {length} tokens takes {size:,} bytes, all of the store has {self.lru.limit:,}; "
                 "raise memory_bytes"
             )
 
@@ -87,9 +82,9 @@ class MemoryTier:
         """
         held = self._pieces.get(key, {}) | dict(pieces)
         size = sum(piece.nbytes for piece in held.values())
-        if size > self._lru.limit:
+        if size > self.lru.limit:
             return []
-        gone = self._lru.put(key, size)
+        gone = self.lru.put(key, size)
         for other in gone:
             del self._pieces[other]
         self._pieces[key] = held
@@ -97,12 +92,12 @@ class MemoryTier:
 
     def pieces(self, key: str) -> Mapping[str, Tensor]:
         """Return the held pieces of ``key``, which counts as a use; they stay as they are when the entry goes."""
-        self._lru.touch(key)
+        self.lru.touch(key)
         return self._pieces.get(key, {})
 
     def drop(self, key: str) -> None:
         """Remove ``key`` and its pieces."""
-        self._lru.drop(key)
+        self.lru.drop(key)
         self._pieces.pop(key, None)
 
 
@@ -115,7 +110,7 @@ class DiskTier:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self._lru = LruQueue(limit)
+        self.lru = LruQueue(limit)
         self._files: dict[str, KVFile] = {}
         self._changed: dict[str, int] = {}  # when each file was last stamped
         self._faults: set[str] = set()  # of torn files, which are named once
@@ -127,11 +122,6 @@ class DiskTier:
                     self._load(path)
         except OSError as error:
             raise self._unusable(error) from error
-
-    @property
-    def used(self) -> int:
-        """Return the bytes of all files."""
-        return self._lru.used
 
     @property
     def files(self) -> list[KVFile]:
@@ -170,7 +160,7 @@ class DiskTier:
             self._forget(key)
         entries = []
         for file in new:
-            if self._lru.used + file.nbytes <= self.limit:  # nothing has to go for what others bring
+            if self.lru.used + file.nbytes <= self.limit:  # nothing has to go for what others bring
                 self._add(file)
                 entries.append(file.entry)
         # what comes within the same tick of the file system's clock does not change its stamp
@@ -189,7 +179,7 @@ class DiskTier:
 
     def reserve(self, made: Draft) -> list[str]:
         """Set room aside for a draft; returns the entries that must be dropped for it, before it is written."""
-        return self._lru.put(made.file.entry.key, made.file.nbytes)
+        return self.lru.put(made.file.entry.key, made.file.nbytes)
 
     def write(self, made: Draft) -> None:
         """Write a draft into its room. Raises CacheError when the disk is full or does not take it."""
@@ -206,7 +196,7 @@ class DiskTier:
     def file(self, key: str) -> KVFile:
         """Return the file in which ``key`` lies; this counts as a use of it."""
         file = self._files[key]
-        self._lru.touch(key)
+        self.lru.touch(key)
         now = time.time_ns()
         with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
             os.utime(file.path, ns=(now, now))
@@ -232,7 +222,7 @@ class DiskTier:
         if file.nbytes > self.limit:
             path.unlink()
             return
-        for key in self._lru.put(file.entry.key, file.nbytes):
+        for key in self.lru.put(file.entry.key, file.nbytes):
             self.drop(key)
         self._add(file)
 
@@ -249,13 +239,13 @@ class DiskTier:
 
     def _add(self, file: KVFile) -> None:
         key = file.entry.key
-        self._lru.put(key, file.nbytes)
+        self.lru.put(key, file.nbytes)
         self._files[key] = file
         with contextlib.suppress(OSError):  # a file that is gone is found out by opening it
             self._changed[key] = file.path.stat().st_ctime_ns
 
     def _forget(self, key: str) -> KVFile | None:
-        self._lru.drop(key)
+        self.lru.drop(key)
         self._changed.pop(key, None)
         return self._files.pop(key, None)
 

@@ -20,6 +20,7 @@ from typing import Any
 from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import track
+from firsttoken.study.system import kernel_files
 from firsttoken_studies.probes.kernel_link import KernelLimit, available
 from firsttoken_studies.probes.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
@@ -130,21 +131,25 @@ def _package_folders() -> Iterator[str]:
 
 
 def warm_libraries(others: Sequence[Path]) -> None:
-    """Read ``others``, the files of all modules of this process and of all of this project, and the folders that an
-    import looks into, into the page cache: what a trial reads beside the weights is among them.
+    """Read ``others``, the files of this process's modules, all modules of this project and the mapped libraries into
+    the page cache, and have the compiler asked once what a trial asks it, so that it is there, too.
 
-    Where a page of the weights stays, ``make_cold`` drops those of all files and folders. Under a limit in the kernel a
-    trial's imports would then wait behind the weights, and so would the hash of the tokenizer: over 0.1 Gbit/s torch
-    was there after 22 s, with the last weight, in three of seven starts still when all files and no folders were read.
+    Where a page of the weights stays, ``make_cold`` drops those of all files. Under a limit in the kernel a trial's
+    imports would then wait behind the weights: over 0.1 Gbit/s torch was there after 22 s, with the last weight, and in
+    three of ten starts still when the modules were read and the libraries were not, of which 6 to 40 % were there.
     """
     modules = [*sys.modules.values()]
     names = (getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules)
     paths = {*others, *(Path(name) for name in names if isinstance(name, str))}
     paths |= {path for folder in _package_folders() for path in Path(folder).rglob("*.pyc")}
-    paths |= {path for folder in sys.path for path in Path(folder).glob("*.dist-info/*")}  # read by importlib.metadata
-    for folder in {*map(Path, sys.path), *(folder for path in paths for folder in path.parents)}:
-        list(folder.glob("*"))
+    paths |= {
+        Path(line[line.index("/") :])
+        for line in kernel_files.read(kernel_files.PROC / "self" / "maps").splitlines()
+        if "/" in line
+    }
     make_warm([path for path in paths if path.is_file() and resident_fraction(path) != 1])
+    ask = "from firsttoken_cpu.native.exports import load_exports; load_exports()"
+    subprocess.run([sys.executable, "-c", ask], capture_output=True)  # which fails where there is none
 
 
 @contextmanager
