@@ -50,7 +50,7 @@ def waiting_burst(profile: Profile) -> Outcome:
     served = replace(load_base(profile), stored=torch.bfloat16)
     prompts = tuple(map(tuple, prompts_of(CHAT, served, replace(drafts, chats=config.waiting), quality)))
     with checkpoint_root(False) as root:
-        starts = starts_of(served, [config.split], root)
+        starts = starts_of(served, [PLAIN, LAYERS, config.split], root)
     plain = starts[PLAIN]
     read = TrialSpec("read", str(plain.staged), str(plain.stock), "", readers=answers.readers, stages=(1,))
     disk_gbit_per_s = disk_speed(read)

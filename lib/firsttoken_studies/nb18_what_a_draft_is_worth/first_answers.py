@@ -13,6 +13,7 @@ from firsttoken.assets.needs import ModelFacts, check
 from firsttoken.progressiveserve.base_model import ServedConfig, ServedModel, load_base, load_served
 from firsttoken.progressiveserve.evaluation import QualityConfig
 from firsttoken.progressiveserve.samples import STOP
+from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import at_least
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
@@ -21,7 +22,7 @@ from firsttoken.study.summary import Summary
 from firsttoken_extras.bitplanes.plane_plan import plane_after_plane
 from firsttoken_studies.nb13_cold_start.study import disk_speed
 from firsttoken_studies.nb18_what_a_draft_is_worth.answer_trial import AnswerSpec
-from firsttoken_studies.nb18_what_a_draft_is_worth.study import CHAT, SHORT, DraftsConfig, prompts_of
+from firsttoken_studies.nb18_what_a_draft_is_worth.study import CHAT, CODE, SHORT, DraftsConfig, prompts_of
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import (
     Checkpoint,
     bare_checkpoint,
@@ -40,37 +41,41 @@ TRIAL = "firsttoken_studies.nb18_what_a_draft_is_worth.answer_trial"
 
 @dataclass(frozen=True)
 class AnswersConfig:
-    """``starts`` prompts of each task, each asked of every start over a link of ``gbit_per_s``; ``splits`` are the cuts
-    of a weight's bits whose first plane drafts."""
+    """``starts`` prompts of each task, each asked of each of ``variants`` over a link of ``gbit_per_s``: ``whole``,
+    ``layers``, ``lossless`` or a cut of a weight's bits whose first plane drafts; ``, no drafts``: a control."""
 
-    splits: tuple[str, ...]
+    variants: tuple[str, ...]
     starts: Annotated[int, at_least(1)]
     gbit_per_s: Annotated[float, at_least(0)]
     readers: Annotated[int, at_least(1)]
 
+    def __post_init__(self) -> None:
+        if PLAIN not in self.variants:
+            raise ProfileError(f"answers.variants: {PLAIN} is missing, which the others are held against")
+
 
 def first_answers(profile: Profile) -> Outcome:
     """Each prompt's answer by a plain start, by one whose bytes are coded without loss, and by stages of layers and of
-    bits that draft. The control is a start by layers whose prompt follows them and which drafts nothing. All wait
-    from the moment the server starts."""
+    bits that draft. The control's prompt follows the layers, too, and nothing is drafted. All wait from the moment the
+    server starts."""
     config, drafts = profile.section("answers", AnswersConfig), profile.section("drafts", DraftsConfig)
     quality = profile.section("quality", QualityConfig)
     check([*profile.section("served", ServedConfig).needs(), *drafts.needs(quality)], ModelFacts(profile.model))
     rows: Rows = []
-    tasks = ((CHAT, load_base, drafts.chat_tokens), (SHORT, load_served, drafts.short_tokens))
-    for task, load, tokens in tasks:
+    for task, load in {CHAT: load_base, CODE: load_base, SHORT: load_served}.items():
         served = replace(load(profile), stored=torch.bfloat16)  # whose bits the splits cut
         tokenizer = served.tokenizer
-        prompts = prompts_of(task, served, drafts, quality)[: config.starts]
+        if not (prompts := prompts_of(task, served, drafts, quality)[: config.starts]):
+            continue
+        tokens = drafts.short_tokens if task == SHORT else drafts.chat_tokens
         stop = (tokenizer.eos_token_id, *([tokenizer.encode(STOP)[-1]] if task == SHORT else []))
         with checkpoint_root(False) as root:
-            starts = starts_of(served, config.splits, root)
+            starts = starts_of(served, {name.removesuffix(WAITS) for name in config.variants}, root)
         plain = starts[PLAIN]
         read = TrialSpec("read", str(plain.staged), str(plain.stock), "", readers=config.readers, stages=(1,))
         wire = wire_for(config.gbit_per_s, plain.staged, disk_speed(read))
         for round_, ids in enumerate(track(prompts, desc=f"{task}, {wire.name}", unit="prompt")):
-            names = [*starts, LAYERS + WAITS]
-            for name in names if round_ % 2 == 0 else names[::-1]:  # a machine that drifts favours nobody
+            for name in config.variants[:: -1 if round_ % 2 else 1]:  # a machine that drifts favours nobody
                 checkpoint = starts[name.removesuffix(WAITS)]
                 spec = AnswerSpec(
                     *(name, str(checkpoint.staged), str(checkpoint.stock), ""),
@@ -85,11 +90,10 @@ def first_answers(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=provenance)
 
 
-def starts_of(served: ServedModel, splits: Iterable[str], root: Path) -> dict[str, Checkpoint]:
-    """The checkpoints of ``served`` that are started, by name: whole, by layers, coded without loss, and by the planes
-    of each of ``splits``."""
-    planes = {split: planes_checkpoint(served, split, plane_after_plane, root) for split in (LOSSLESS, *splits)}
-    return {PLAIN: whole_checkpoint(served), LAYERS: bare_checkpoint(served)} | planes
+def starts_of(served: ServedModel, names: Iterable[str], root: Path) -> dict[str, Checkpoint]:
+    """The checkpoints of ``served`` that are started, by name: whole, by layers, or by the planes of a cut."""
+    ready = {PLAIN: whole_checkpoint(served), LAYERS: bare_checkpoint(served)}
+    return {name: ready.get(name) or planes_checkpoint(served, name, plane_after_plane, root) for name in names}
 
 
 def answers_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
@@ -108,7 +112,7 @@ def answers_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:
             same = all(row["tokens"] == plain[row["round"]] for row in rows_where(of_task, variant=name))
             summary.add("same_answers", {"value": same, "unit": "token by token, in every start"}, **labels)
             for base in (PLAIN, LOSSLESS):
-                if name != base:
+                if base != name and rows_where(of_task, variant=base):
                     of_answer = ratio(of_task, name, base, "answer_s").summary("x")
                     summary.add("answer_x", of_answer, **labels, than=base)
     return summary

@@ -61,7 +61,12 @@ FEW = {
         "short_tokens": 4,
         "batch": 2,
     },
-    "answers": {"splits": ["8 bits"], "starts": 1, "gbit_per_s": 0.01, "readers": 2},
+    "answers": {
+        "variants": ["whole", "layers", "lossless", "8 bits", "layers, no drafts"],
+        "starts": 1,
+        "gbit_per_s": 0.01,
+        "readers": 2,
+    },
     "burst": {"waiting": 3, "tokens": 3, "rounds": 1, "gbit_per_s": [0.01]},
     "waits": {
         "search": 2,
