@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,10 +90,11 @@ def first_answers(profile: Profile) -> Outcome:
     return Outcome(rows, provenance=provenance)
 
 
-def starts_of(served: ServedModel, names: Iterable[str], root: Path) -> dict[str, Checkpoint]:
+def starts_of(served: ServedModel, names: Collection[str], root: Path) -> dict[str, Checkpoint]:
     """The checkpoints of ``served`` that are started, by name: whole, by layers, or by the planes of a cut."""
-    ready = {PLAIN: whole_checkpoint(served), LAYERS: bare_checkpoint(served)}
-    return {name: ready.get(name) or planes_checkpoint(served, name, plane_after_plane, root) for name in names}
+    by_name = {PLAIN: whole_checkpoint, LAYERS: bare_checkpoint}
+    planes = {name: planes_checkpoint(served, name, plane_after_plane, root) for name in names if name not in by_name}
+    return planes | {name: by_name[name](served) for name in names if name in by_name}
 
 
 def answers_summary(rows: Rows, _: Mapping[str, Any]) -> Summary:

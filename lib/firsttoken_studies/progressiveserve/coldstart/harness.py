@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,8 @@ from firsttoken.link.shaped import LinkConfig
 from firsttoken.study.errors import FirstTokenError
 from firsttoken.study.progress import track
 from firsttoken.study.system import kernel_files
+from firsttoken.study.system.compiled import shared_library
+from firsttoken_cpu.native.exports import SOURCE
 from firsttoken_studies.probes.kernel_link import KernelLimit, available
 from firsttoken_studies.probes.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
@@ -142,14 +144,11 @@ def warm_libraries(others: Sequence[Path]) -> None:
     names = (getattr(module, "__cached__", None) or getattr(module, "__file__", None) for module in modules)
     paths = {*others, *(Path(name) for name in names if isinstance(name, str))}
     paths |= {path for folder in _package_folders() for path in Path(folder).rglob("*.pyc")}
-    paths |= {
-        Path(line[line.index("/") :])
-        for line in kernel_files.read(kernel_files.PROC / "self" / "maps").splitlines()
-        if "/" in line
-    }
+    maps = kernel_files.read(kernel_files.PROC / "self" / "maps").splitlines()
+    paths |= {Path(line[line.index("/") :]) for line in maps if "/" in line}
     make_warm([path for path in paths if path.is_file() and resident_fraction(path) != 1])
-    ask = "from firsttoken_cpu.native.exports import load_exports; load_exports()"
-    subprocess.run([sys.executable, "-c", ask], capture_output=True)  # which fails where there is none
+    with suppress(OSError):  # without a compiler no trial asks one, either
+        shared_library(SOURCE)
 
 
 @contextmanager
