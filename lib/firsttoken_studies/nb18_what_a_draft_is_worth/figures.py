@@ -107,8 +107,9 @@ def answers(recorded: Result | None, now: Result | None) -> Figure:
                         color=COLOURS[look],
                         markerfacecolor="white",
                     )
-        ax.set(title=task, xlabel="s from the start (dotted: plain bytes)")
+        ax.set_title(task)
         ax.set_xlim(left=0)
+    axes[len(axes) // 2].set_xlabel("s from the start (dotted: plain bytes)")
     axes[0].set_yticks(range(len(names)), [STARTS.get(name, f"{named(name)}, drafts") for name in names])
     axes[0].invert_yaxis()
     name_results(fig, results, "answer_s")
