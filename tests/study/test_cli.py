@@ -209,7 +209,7 @@ def templates(root: Path) -> None:
     """A template for each page."""
     paths.TEMPLATES.mkdir()
     paths.INDEX.write_text("[]\n", encoding="utf-8")
-    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md", "mechanisms.yaml"):
+    for page in ("README.md", "CLAIMS.md", "CAPACITY.md", "INDEX.md", "VICTIMS.md", "mechanisms.yaml"):
         (paths.TEMPLATES / page).write_text("Recorded: `{{ machine }}`\n{{ counts }}\n", encoding="utf-8")
 
 

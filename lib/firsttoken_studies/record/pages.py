@@ -78,7 +78,7 @@ _CAPTION = re.compile(r"^Recorded: `([^`]+)`", re.MULTILINE)
 def pages() -> dict[Path, Path]:
     """Each page with its template. Raises NotebookError for a template without a notebook."""
     readme = {paths.ROOT / "README.md": paths.TEMPLATES / "README.md"}
-    data_pages = (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE, paths.MECHANISMS)
+    data_pages = (paths.CLAIMS_PAGE, paths.CAPACITY_PAGE, paths.INDEX_PAGE, paths.DATA / "VICTIMS.md", paths.MECHANISMS)
     data = {page: paths.TEMPLATES / page.name for page in data_pages}
     return readme | data | templates()
 
