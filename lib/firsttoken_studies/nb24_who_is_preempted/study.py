@@ -239,7 +239,7 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         for than, (other, its_order, bases) in {
             f"{LIFO} {recovery}": (recovery, order, ("p99_tpot_ms",)),
             CPS: ("cross_point", IN_ORDER, ("p99_tpot_ms", "mean_ttft_ms")),
-            VLLM: ("recompute", IN_ORDER, ("computed_again_pct", "mean_ttft_ms")),
+            VLLM: ("recompute", IN_ORDER, ("p99_tpot_ms", "computed_again_pct", "mean_ttft_ms")),
         }.items():
             base = cases.get((blocks, scheduler, other, than.split()[0], its_order))
             if base is None or base is case_rows:

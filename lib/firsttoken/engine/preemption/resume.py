@@ -15,7 +15,7 @@ from firsttoken.study.parsing.schema import unknown
 @dataclass(frozen=True)
 class ResumeOrder:
     """``may_pass`` says, by the seconds that a preempted request has waited for its next token and the most that it
-    may, whether others may go ahead of it while it does not fit. ``turn`` sorts them, the least first: by arrival."""
+    may, whether others may go ahead of it while it does not fit. ``turn`` is the sort key, by default the arrival."""
 
     may_pass: Callable[[float, float], bool]
     turn: Callable[[Request], Any] = attrgetter("order")

@@ -29,7 +29,7 @@ def last_arrived(running: list[Request]) -> Request:
 
 
 def first_arrived(running: list[Request]) -> Request:
-    """The request that came first: it is the nearest to its end where all are alike."""
+    """The request that came first, CPS's order turned round."""
     return min(running, key=lambda request: request.order)
 
 
@@ -59,7 +59,7 @@ def last_but_the_longest(running: list[Request]) -> Request:
 
 def shortest_but_the_leader(running: list[Request]) -> Request:
     """Never the request with the most tokens; of the others the one with the fewest, and one that was preempted
-    ``OFTEN`` times only where nobody else is left (llama.cpp's server, unslothai 184 and 186)."""
+    ``OFTEN`` times only where nobody else is left (unslothai's fork of llama.cpp, 184 and 186)."""
     others = sorted(running, key=lambda request: (request.cached, request.order))[:-1] or running
     return shortest([request for request in others if request.preemptions < OFTEN] or others)
 
@@ -68,6 +68,7 @@ def shortest_but_the_leader(running: list[Request]) -> Request:
 
 
 def _to_say(request: Request) -> int:
+    """The tokens up to the request's limit. In the replayed workloads every answer is as long as its limit."""
     return request.sampling.max_tokens - len(request.times_s)
 
 
@@ -78,14 +79,13 @@ def most_remaining(running: list[Request]) -> Request:
 
 
 def least_remaining(running: list[Request]) -> Request:
-    """The request with the fewest tokens to say, if it says all that it may: it comes back once, and is soon over."""
+    """The request with the fewest tokens to say, if it says all that it may: longest remaining time first."""
     return min(running, key=lambda request: (_to_say(request), request.order))
 
 
 class LeastExpected:
-    """The request with the fewest tokens to say, as far as one can know: the mean of what longer answers had beyond as
-    many tokens, of the requests that this has seen running. An answer longer than all of these goes on as long
-    again."""
+    """The request with the fewest tokens expected still to come: the mean of what is left in longer answers that have
+    ended, of requests seen here; where none has, as many again as it has said."""
 
     def __init__(self) -> None:
         self._open: dict[int, Request] = {}
