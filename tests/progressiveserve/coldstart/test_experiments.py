@@ -215,6 +215,10 @@ def test_the_first_final_answer_is_the_whole_models_with_drafts_and_without(trai
     assert all(row["kept"] <= row["drafted"] and row["first_s"] <= row["answer_s"] for row in result.rows)
     assert {row["cold"] for row in result.rows} == {True}, "the link is slower than this disk"
     assert len(draft_figures.answer_rows(result)) == 2 * len(names)
+    sections = dict(trained.sections)
+    sections["answers"] = dict(sections["answers"]) | {"variants": ["lossless"]}
+    with pytest.raises(ProfileError, match=r"answers\.variants: whole is missing"):
+        run_experiment("first_answers", dataclasses.replace(trained, sections=sections))
 
 
 def test_prompts_that_wait_have_their_tokens_soon_after_the_last_layer(trained):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from firsttoken.progressiveserve.checkpoint.sources import ModelSource, Origin
 from firsttoken.study.errors import FirstTokenError
 from firsttoken_cpu.native.library import kernels
 from firsttoken_studies.probes.kernel_link import available
-from firsttoken_studies.probes.pagecache import resident_fraction
+from firsttoken_studies.probes.pagecache import evict, resident_fraction
 from firsttoken_studies.progressiveserve.coldstart.checkpoints import write_stock
 from firsttoken_studies.progressiveserve.coldstart.harness import (
     BUCKET,
@@ -33,6 +34,7 @@ from firsttoken_studies.progressiveserve.coldstart.harness import (
     one_trial,
     run_trials,
     touch_memory,
+    warm_libraries,
     wire_for,
 )
 from firsttoken_studies.progressiveserve.coldstart.spec import PhaseClock, TrialSpec
@@ -247,3 +249,15 @@ def test_phases_follow_each_other():
     before = dict(marks.phases)
     marks.move("one", "three", 0.25)
     assert marks.phases == before | {"one": before["one"] - 0.25, "three": 0.25}
+
+
+def test_a_file_that_this_process_has_mapped_is_in_memory_before_a_start(tmp_path: Path) -> None:
+    """A shared library is such a file; its pages that nobody has touched are dropped like any other's."""
+    library = tmp_path / "library.so"
+    library.write_bytes(bytes(1 << 20))
+    with library.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ):
+        evict(library)
+        if resident_fraction(library) != 0:
+            pytest.skip("the pages of a file cannot be dropped here")
+        warm_libraries([])
+        assert resident_fraction(library) == 1
