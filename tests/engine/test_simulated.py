@@ -21,8 +21,10 @@ from firsttoken.simulation.costs.published import PublishedCosts
 WORKLOADS = st.lists(
     st.tuples(st.integers(1, 60), st.integers(1, 30), st.just(0.0) | st.floats(0, 40)), min_size=1, max_size=15
 )
-POLICIES = st.sampled_from(["swap", "recompute", "online"]).map(make_policy) | st.floats(0, 80).map(
-    lambda threshold: make_policy("cross_point", threshold=threshold)
+POLICIES = (
+    st.sampled_from(["swap", "recompute", "online"]).map(make_policy)
+    | st.floats(0, 80).map(lambda threshold: make_policy("cross_point", threshold=threshold))
+    | st.builds(lambda: Listening(lambda tokens: Action.BOTH_ENDS))
 )
 
 
@@ -44,12 +46,15 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         prefill_tokens=data.draw(st.integers(1, 200)),
         resume=data.draw(st.sampled_from(sorted(RESUME_ORDERS))),
         wait_s=data.draw(st.sampled_from([0.5, 20.0])),
+        write_through=data.draw(st.booleans()),
     )
     run.offer(*asked)
     clock = 0.0
     while run.engine.busy:
         before = sum(len(request.times_s) for request in run.requests)
-        assert len(run.step()) == sum(len(request.times_s) for request in run.requests) - before > 0
+        produced = len(run.step())
+        assert produced == sum(len(request.times_s) for request in run.requests) - before
+        assert produced > 0 or isinstance(policy, Listening), "only a step that computes first tokens again says none"
         assert run.engine.executor.now() >= clock
         clock = run.engine.executor.now()
     run.all_back()
@@ -59,7 +64,9 @@ def test_everybody_gets_all_tokens_and_every_block_comes_back(lab, data, asked, 
         assert request.arrival_s == at_s
         assert request.tpot_s is None if new == 1 else request.tpot_s > 0
     assert len(run.trace.recoveries) == sum(request.preemptions for request in run.requests)
-    assert sum(len(step.prefills) + len(step.contexts) for step in run.trace.steps) == sum(new for _, new, _ in asked)
+    heads = sum(one.action is Action.BOTH_ENDS and one.recompute_s > 0 for one in run.trace.recoveries)
+    chunks = sum(len(step.prefills) + len(step.contexts) for step in run.trace.steps)
+    assert chunks == sum(new for _, new, _ in asked) + heads
     gaps = zip(run.trace.steps, run.trace.steps[1:], strict=False)
     assert all(one.at_s + one.seconds <= after.at_s for one, after in gaps)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from firsttoken.engine.request import Request
-from firsttoken.engine.simulated import ChargedCopy, SimulatedExecutor
+from firsttoken.engine.simulated import ChargedCopy, CopyBesideSteps, SimulatedExecutor
 
 
 class BesideSteps(SimulatedExecutor):
@@ -24,24 +23,7 @@ class BesideSteps(SimulatedExecutor):
             self._now = before
         return charged
 
-    def swap_in(self, request: Request) -> ComingBack:
-        seconds = self.costs_at(self._now).swap_in_s(request.cached)
+    def swap_in(self, request: Request) -> CopyBesideSteps:
+        seconds = self.costs_at(self._now).swap_in_s(request.cached - request.head)
         self._link_free_s = max(self._now, self._link_free_s) + seconds
-        return ComingBack(self, self._link_free_s, ChargedCopy(seconds))
-
-
-@dataclass(frozen=True)
-class ComingBack:
-    """A way back that ends at ``ends_s``."""
-
-    executor: BesideSteps
-    ends_s: float
-    charged: ChargedCopy
-
-    @property
-    def done(self) -> bool:
-        return self.executor.now() >= self.ends_s
-
-    def wait(self) -> ChargedCopy:
-        self.executor.wait_until(self.ends_s)
-        return self.charged
+        return CopyBesideSteps(self, self._link_free_s, ChargedCopy(seconds))

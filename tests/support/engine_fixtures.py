@@ -154,7 +154,8 @@ class Run:
             if has_blocks:
                 assert request.cached <= len(request.blocks) * engine.executor.block_tokens
             away = request.phase in (Phase.SWAPPED, Phase.RESTORING) and request.number not in scheduler.pending
-            assert (request.host is not None) == away
+            kept = engine.executor.write_through or request.head > 0  # a copy beside the blocks
+            assert (request.host is not None) == away or (kept and not away)
         assert len(scheduler.running) + len(scheduler.restoring) <= engine.config.requests
 
     def all_back(self) -> None:
@@ -213,12 +214,14 @@ class Lab:
         block_tokens: int = 4,
         host_blocks: int = 0,
         swap: str = "coalesced",
+        write_through: bool = False,
         policy: PreemptionPolicy | None = None,
         **config: Any,
     ) -> Run:
         """An engine on ``model``; one at a time. ``config`` are fields of EngineConfig, by default no watermark."""
         self.close()
-        executor = kind(model, blocks, block_tokens=block_tokens, host_blocks=host_blocks, swap=swap)
+        copies = {"host_blocks": host_blocks, "swap": swap, "write_through": write_through}
+        executor = kind(model, blocks, block_tokens=block_tokens, **copies)
         return self._run(executor, policy, config)
 
     def simulated(
@@ -227,7 +230,8 @@ class Lab:
         """An engine on ``costs`` (Toy); ``options`` are those of SimulatedExecutor and fields of EngineConfig, and
         ``overlap`` lets swap-ins pass beside the steps."""
         kind = BesideSteps if options.pop("overlap", False) else SimulatedExecutor
-        own = {name: options.pop(name) for name in ("block_tokens", "host_blocks", "context") if name in options}
+        of_executor = ("block_tokens", "host_blocks", "context", "write_through")
+        own = {name: options.pop(name) for name in of_executor if name in options}
         return self._run(kind(costs or Toy(), blocks, **({"block_tokens": 4} | own)), policy, options)
 
     def on(self, executor: Executor, *, policy: PreemptionPolicy | None = None, **config: Any) -> Run:

@@ -236,6 +236,7 @@ class Ordeal:
             block_tokens=self.block_tokens,
             host_blocks=draw.choice((0, 20, 200, 200, 200)),
             swap=draw.choice(("overlapped", "overlapped", "coalesced", "per_block")),
+            write_through=draw.random() < 0.3,
             preemption=draw.choice(("swap", "swap", "recompute")),
             scheduler=draw.choice(("sarathi", "sarathi", "prefill_first", "iteration_level", "shortest_first")),
             victim=draw.choice(sorted(VICTIMS)),

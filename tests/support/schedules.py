@@ -7,13 +7,17 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from listening import Listening
+
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.engine import EngineConfig
+from firsttoken.engine.preemption import Action, PreemptionPolicy
 from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Sampling
 from firsttoken.engine.schedulers import SCHEDULERS
 from firsttoken.engine.swap import PATHS
 
+BOTH_ENDS = "both ends"
 LONGEST = 16  # tokens of an answer in a schedule: what shows then shows in eight more as well, for half as much again
 
 
@@ -38,6 +42,7 @@ class Schedule:
     swap: str
     policy: tuple[str, float | None]
     config: EngineConfig
+    write_through: bool
 
 
 def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
@@ -52,7 +57,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         )
         for _ in range(rng.choice((1, 2, 4, 5, 6, 7, 8, 8)))
     ]
-    name = rng.choice(("swap", "recompute", "cross_point", "online"))
+    name = rng.choice(("swap", "recompute", "cross_point", "online", BOTH_ENDS))
     config = EngineConfig(
         scheduler=rng.choice((*SCHEDULERS, "iteration_level", *["prefill_first"] * 4)),
         victim=rng.choice(sorted(VICTIMS)),
@@ -70,6 +75,7 @@ def draw_schedule(seed: int, numbers: int, arrivals: bool) -> Schedule:
         swap=rng.choice(sorted(PATHS)),
         policy=(name, rng.uniform(0, 50) if name == "cross_point" else None),
         config=config,
+        write_through=rng.random() < 0.3,
     )
 
 
@@ -85,13 +91,18 @@ def perform(lab, subject, schedule: Schedule, **options: Any) -> Counter:
     ]
     sizes = [(len(one.prompt), sampling.max_tokens) for one, sampling in zip(known, samplings, strict=True)]
     name, threshold = schedule.policy
+    if name == BOTH_ENDS:
+        policy: PreemptionPolicy = Listening(lambda tokens: Action.BOTH_ENDS)
+    else:
+        policy = make_policy(name, **({} if threshold is None else {"threshold": threshold}))
     run = lab.live(
         subject.model,
         lab.smallest_pool(sizes, schedule.block_tokens, schedule.config.watermark) + schedule.spare,
         block_tokens=schedule.block_tokens,
         host_blocks=schedule.host_blocks,
         swap=schedule.swap,
-        policy=make_policy(name) if threshold is None else make_policy(name, threshold=threshold),
+        write_through=schedule.write_through,
+        policy=policy,
         **vars(schedule.config),
         **options,
     )

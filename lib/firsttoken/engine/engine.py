@@ -23,8 +23,6 @@ from firsttoken.engine.simulated import TOKEN, SimulatedExecutor, without_garbag
 from firsttoken.engine.trace import DecodeChunks, Step, Trace
 from firsttoken.study.errors import ProfileError, RequestError
 
-# What an engine is told: who runs in a step, who gives way, and within which bounds.
-
 
 @dataclass(frozen=True)
 class EngineConfig(SchedulerConfig):
@@ -301,6 +299,7 @@ class Engine:
             if request.begun_s is None:
                 request.begun_s = start
             request.advance(chunk.end)
+            self.scheduler.await_copy(request)
             if request.failure is not None:
                 self.pool.withdraw(request.blocks)
                 self._fail(request)

@@ -69,6 +69,8 @@ class Executor(Protocol):
     blocks: int
     version: Version | None
     """What a request computes with that has begun with no other; None where nothing is computed."""
+    write_through: bool
+    """Whether blocks are copied to host memory as they fill, so that a swap has little left to copy."""
 
     @property
     def salt(self) -> str:

@@ -56,6 +56,7 @@ class LiveExecutor:
         block_tokens: int = 16,
         host_blocks: int = 0,
         swap: str = "coalesced",
+        write_through: bool = False,
         attend: type[Attend] | None = None,
         segments: Sequence[Segment] | None = None,
         hidden_cache: HiddenStateCache | None = None,
@@ -89,6 +90,7 @@ class LiveExecutor:
         if host_blocks:
             self.host_pool = HostPool(self.pool.shape, host_blocks, pinned=self.pool.device.type == "cuda")
             self.path = make_path(swap, self.pool, self.host_pool)
+        self.write_through = write_through and self.path is not None
         windowed = SLIDING in kinds
         self._attend = attend or (PaddedAttend if windowed else fastest_attend(self.pool))
         if windowed and not self._attend.has_windows:
@@ -196,7 +198,41 @@ class LiveExecutor:
                 else:
                     version.decoder.run(step)
                     step.leave()
+        for chunk in chunks if self.write_through else ():
+            self._write_through(chunk)
         return [tokens[chunk.request.number] for chunk in chunks]
+
+    def _write_through(self, chunk: ScheduledChunk) -> None:
+        """Copy the blocks that ``chunk`` has filled to host memory, as long as there is room for all that its request
+        may need. What it wrote anew, or in some layers only, is no longer what the copy holds."""
+        request, size = chunk.request, self.block_tokens
+        request.saved = min(request.saved, chunk.start // size)
+        if self._reserve(request) and chunk.redo is None:
+            self._save(request, chunk.end // size)
+
+    def _reserve(self, request: Request) -> bool:
+        """Take rows of the host pool for what the request has cached, or, with ``write_through``, ever may have; return
+        whether it has them."""
+        if request.host is None and self.host_pool:
+            tokens = request.most_cached if self.write_through else request.cached - request.head
+            request.host = self.host_pool.allocate(self.pool.shape.blocks(tokens))
+        return request.host is not None
+
+    def _save(self, request: Request, count: int) -> CopyTimes:
+        """Copy those of the first ``count`` blocks that are not in host memory yet, and are wanted there."""
+        first = max(request.saved, self._first_block(request))
+        if count <= first:
+            return CopyTimes(0.0, 0.0, 0, 0)
+        request.saved = count
+        return self.path.out(request.blocks[first:count], self._part(request, first, count))
+
+    def _first_block(self, request: Request) -> int:
+        """The number of the request's block that the first of its host rows is a copy of."""
+        return 0 if self.write_through else request.head // self.block_tokens
+
+    def _part(self, request: Request, first: int, end: int) -> Span:
+        """The host rows of its blocks [first, end)."""
+        return Span(request.host.start + first - self._first_block(request), end - first)
 
     def _recomputed_layers(self, redo: LayerRecompute | None) -> range | None:
         """The layers of ``redo``; None for all of them from the tokens on, which any other chunk goes through too."""
@@ -301,16 +337,16 @@ class LiveExecutor:
 
     def swap_out(self, request: Request) -> CopyTimes | None:
         """Copy what the request has cached to the host pool; None when that is full, or there is none."""
-        count = self.pool.shape.blocks(request.cached)
-        span = self.host_pool.allocate(count) if self.host_pool else None
-        if span is None:
+        if not self._reserve(request):
             return None
-        request.host = span
-        return self.path.out(request.blocks[:count], span)
+        times = self._save(request, self.pool.shape.blocks(request.cached))
+        request.saved = request.cached // self.block_tokens  # the last block goes on
+        return times
 
     def swap_in(self, request: Request) -> Movement:
         """Begin to copy the request's keys and values back to its blocks."""
-        return self.path.into(request.host, request.blocks[: request.host.blocks])
+        first, end = request.head // self.block_tokens, self.pool.shape.blocks(request.cached)
+        return self.path.into(self._part(request, first, end), request.blocks[first:end])
 
     def drop(self, host: Span) -> None:
         """Give the span back to the host pool."""

@@ -269,6 +269,8 @@ class Request:
         self.keys: list[bytes] = []  # a salt, and the keys of the full blocks, where prefixes are shared
         self.published = 0  # of its blocks
         self.host: Any = None  # the executor's handle of the copy in host memory
+        self.saved = 0  # of its first blocks, written through to that copy
+        self.head = 0  # of its first tokens, computed again while the copy of the others comes back
         self.transfer: Any = None  # on its way back
         self.token_logprobs: list[TokenLogprob] = []  # of the output, where they were asked for
         self.prompt_logprobs: list[TokenLogprob] = []  # of the prompt from its second token on
@@ -297,7 +299,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens to process before the next one can be chosen, or before what is to be redone is; 1 while decoding."""
-        return (self.redo.end if self.redo else len(self.tokens)) - self.cached
+        return (self.redo.end if self.redo else self.head or len(self.tokens)) - self.cached
 
     @property
     def layer_share(self) -> float:
@@ -338,7 +340,7 @@ class Request:
 
     def forget(self) -> None:
         """Drop the note of cached keys and values, which are gone; what was computed will be computed again."""
-        self.cached, self.redo = 0, None
+        self.cached, self.head, self.redo = 0, 0, None
 
     @property
     def finished(self) -> bool:

@@ -37,7 +37,8 @@ def test_the_oracle_knows_the_costs_of_the_moment() -> None:
 
 
 def test_every_policy_says_its_name_and_may_be_told_of_costs() -> None:
-    given = {"bandwidth_only": PAPER, "oracle": {"costs_at": lambda now_s: PublishedCosts(0.03)}}
+    costs = PublishedCosts(0.03)
+    given = {"bandwidth_only": PAPER, "oracle": {"costs_at": lambda now_s: costs}, "both_ends": {"costs": costs}}
     for name, policy in POLICIES.items():
         made = make_policy(name, **given.get(name, {}))
         assert type(made) is policy and made.name == name

@@ -73,7 +73,7 @@ def crowd(lab, subject, scheduler: str, blocks: int = 18, **options: Any):
     def executor(model: nn.Module, count: int, **own: Any) -> LiveExecutor:
         return LiveExecutor(model, count, **own, **options)
 
-    turns = cycle(reversed(Action))
+    turns = cycle((Action.RECOMPUTE, Action.SWAP, Action.BOTH_ENDS))
     policy = Listening(lambda tokens: next(turns))
     run = lab.live(subject.model, blocks, kind=executor, host_blocks=100, policy=policy, scheduler=scheduler)
     for one in subject.known:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from firsttoken.cps.policies.cross_point import BandwidthOnly, CrossPoint, Oracle
+from firsttoken.cps.policies.cross_point import BandwidthOnly, BothEnds, CrossPoint, Oracle
 from firsttoken.cps.policies.online import OnlineCrossPoint
 from firsttoken.engine.preemption import POLICIES as STATIC
 from firsttoken.engine.preemption import PreemptionPolicy, policy_of
 
 POLICIES: dict[str, type[PreemptionPolicy]] = STATIC | {
-    policy.name: policy for policy in (CrossPoint, BandwidthOnly, OnlineCrossPoint, Oracle)
+    policy.name: policy for policy in (CrossPoint, BandwidthOnly, BothEnds, OnlineCrossPoint, Oracle)
 }
 
 

@@ -51,6 +51,34 @@ class BandwidthOnly(PreemptionPolicy):
         return Action.SWAP if cheaper else Action.RECOMPUTE
 
 
+class BothEnds(PreemptionPolicy):
+    """A recovery from both ends, where that is cheaper than either way alone by ``costs``: the first tokens are
+    computed again while the others are copied back, and both end at about the same time.
+
+    A token's keys and values depend on those before it, so it is the first that can be computed without the others.
+    With ``written_through`` the way out costs nothing. ``step`` tokens lie between two lengths that are compared.
+    """
+
+    name = "both_ends"
+
+    def __init__(self, costs: Costs, written_through: bool = False, step: int = 16) -> None:
+        self.costs, self.written_through, self.step = costs, written_through, step
+
+    def choose(self, tokens: int, now_s: float) -> Action:
+        head = self.head(tokens, now_s)
+        return Action.SWAP if head == 0 else Action.RECOMPUTE if head == tokens else Action.BOTH_ENDS
+
+    def head(self, tokens: int, now_s: float) -> int:
+        return min((*range(0, tokens, self.step), tokens), key=lambda head: self.seconds(head, tokens))
+
+    def seconds(self, head: int, tokens: int) -> float:
+        """Seconds of a recovery of ``tokens`` tokens of which the first ``head`` are computed again."""
+        copied = tokens - head
+        out_s = self.costs.swap_out_s(copied) if copied and not self.written_through else 0.0
+        in_s = self.costs.swap_in_s(copied) if copied else 0.0
+        return out_s + max(in_s, self.costs.recompute_s(head) if head else 0.0)
+
+
 class Oracle(PreemptionPolicy):
     """The choice of one who knows the true costs: a bound for every policy, and no policy to run.
 

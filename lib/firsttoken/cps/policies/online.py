@@ -19,6 +19,7 @@ _NO_TIME_S = 1e-9  # stands for 0 s, which a clock may say; errors are relative
 _RUN = 3  # surprises on one side that make a change
 _KEPT = 0.2  # of the weight of what was known before a change: its shape still holds, its scale does not
 _FIRST_DOUBT = 3.0  # a first observation may be up to e^3 = 20 times too slow: it may have paid for setting up
+_WAYS = (Action.SWAP, Action.RECOMPUTE)  # that it learns the costs of
 _FADE = 25.0  # choices in which half of a doubt turns into hope
 
 
@@ -179,10 +180,10 @@ class OnlineCrossPoint(PreemptionPolicy):
         self.recovered_s = 0.0  # predicted cost of the cheaper way, summed over choices
         self.explored_s = 0.0  # expected loss, summed over explorations
         self.explorations = 0
-        self._curves = {action: curve(memory) for action in Action}
+        self._curves = {action: curve(memory) for action in _WAYS}
         self._choices = 0
-        self._tries = dict.fromkeys(Action, 0)
-        self._seen_at = dict.fromkeys(Action, 0)  # in choices
+        self._tries = dict.fromkeys(_WAYS, 0)
+        self._seen_at = dict.fromkeys(_WAYS, 0)  # in choices
         self._explored_at = 0
         self._prefill: Observation | None = None  # of the step that may have had more
         self._losses: deque[float] = deque(maxlen=_RECENT)
@@ -194,10 +195,10 @@ class OnlineCrossPoint(PreemptionPolicy):
     def choose(self, tokens: int, now_s: float) -> Action:
         self._learn_prefill()
         self._choices += 1
-        unknown = [action for action in Action if not self._curves[action].seen]
+        unknown = [action for action in _WAYS if not self._curves[action].seen]
         if unknown:
             return self._try(unknown, tokens)
-        best, other = sorted(Action, key=lambda action: self.predict(action, tokens))
+        best, other = sorted(_WAYS, key=lambda action: self.predict(action, tokens))
         cost = self.predict(best, tokens)
         self.recovered_s += cost
         charged = max(self._curves[other].hope(tokens, self._idle(other)) - cost, 0.0)
@@ -244,7 +245,7 @@ class OnlineCrossPoint(PreemptionPolicy):
 
     def _try(self, unknown: list[Action], tokens: int) -> Action:
         """Choose an action to try while ``unknown`` were never observed."""
-        usual = next((a for a in Action if a not in unknown), Action.SWAP if tokens <= self.start else Action.RECOMPUTE)
+        usual = next((a for a in _WAYS if a not in unknown), Action.SWAP if tokens <= self.start else Action.RECOMPUTE)
         wanted = min(unknown, key=lambda action: (self._tries[action], action is not usual))
         if self._choices < 4 ** self._tries[wanted]:
             return usual

@@ -34,7 +34,7 @@ class Recompute(PreemptionPolicy):
 
 POLICIES: dict[str, type[PreemptionPolicy]] = {policy.name: policy for policy in (Swap, Recompute)}
 
-_NO_ACTION = "choose must return Action.SWAP or Action.RECOMPUTE"
+_NO_ACTION = "choose must return Action.SWAP, Action.RECOMPUTE or Action.BOTH_ENDS"
 PREEMPTION = PolicyKind(
     "preemption policy",
     PreemptionPolicy,

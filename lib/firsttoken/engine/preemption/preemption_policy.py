@@ -19,10 +19,12 @@ MOVED = "moved to another view"
 
 
 class Action(StrEnum):
-    """The way in which a preempted request comes back: its keys and values wait on the host, or are computed again."""
+    """The way in which a preempted request comes back: its keys and values wait on the host, or are computed again, or
+    those of its first tokens are computed again while the others come from the host."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
+    BOTH_ENDS = "both ends"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Observation:
     """A cost that the engine has seen.
 
     SWAP is one recovery: out, prep and in. RECOMPUTE is a prefill of ``tokens`` tokens from nothing, a first one as
-    well as a repeated one: both cost the same, so ordinary prefills teach the price of recomputing for nothing. Raises
-    RequestError for less than one token, or seconds that are negative or not finite.
+    well as a repeated one: both cost the same, so ordinary prefills teach the price of recomputing for nothing. Of a
+    recovery from both ends nobody learns. Raises RequestError for less than one token, or seconds that are negative or
+    not finite.
     """
 
     action: Action
@@ -53,6 +56,11 @@ class PreemptionPolicy(ABC):
     def choose(self, tokens: int, now_s: float) -> Action:
         """Choose how a victim that holds the keys and values of ``tokens`` tokens shall come back."""
 
+    def head(self, tokens: int, now_s: float) -> int:
+        """Return how many of the first of ``tokens`` tokens are computed again, of a victim that comes back from both
+        ends."""
+        return tokens // 2
+
     def observe(self, observation: Observation) -> None:  # noqa: B027 - a static policy learns nothing
         """Learn from a cost; the default learns nothing."""
 
@@ -63,8 +71,8 @@ class Recovery:
 
     ``reason`` says who decided: "policy", or the engine for a "partial prefill", a "host pool full", or ``MOVED``.
     ``tokens`` were swapped, or processed again in however many steps until all that was lost was there (the
-    last step's may be more); ``recompute_s`` is their share of these steps, by tokens. Who is preempted again on the
-    way has two recoveries.
+    last step's may be more), or both; ``recompute_s`` is the share of these steps, by tokens. Who is preempted again
+    on the way has two recoveries.
     """
 
     request: int
@@ -104,14 +112,15 @@ class Preemptor:
         """Save or forget what ``victim`` has cached, and return which; then its blocks may be given away."""
         now = self.executor.now()
         action, reason = self._decide(victim, now)
-        moved = self.executor.swap_out(victim) if action is Action.SWAP else None
-        if action is Action.SWAP and moved is None:
+        moved = None if action is Action.RECOMPUTE else self.executor.swap_out(victim)
+        if action is not Action.RECOMPUTE and moved is None:
             action, reason = Action.RECOMPUTE, "host pool full"
         self._interrupt(victim)
         recovery = Recovery(victim.number, action, reason, 0, now)
         if moved is not None:
             recovery = replace(recovery, tokens=victim.cached, out_s=moved.copy_s, prep_s=moved.prep_s)
         else:
+            self._drop_copy(victim)
             victim.forget()
         victim.preemptions += 1
         self._open[victim.number] = recovery
@@ -124,16 +133,21 @@ class Preemptor:
         self._open[request.number] = Recovery(request.number, Action.RECOMPUTE, MOVED, 0, self.executor.now())
 
     def restore(self, request: Request) -> None:
-        """Begin to bring a swapped request back into the blocks it has been given."""
+        """Begin to bring a swapped request back into the blocks it has been given; what it computes again of it, it
+        computes meanwhile."""
         request.transfer = self.executor.swap_in(request)
+        if request.head:
+            request.cached = 0
 
     def poll(self, request: Request, *, wait: bool = False) -> bool:
         """Return whether a restoring request is ready to run; with ``wait``, once it is."""
         if not (wait or request.transfer.done):
             return False
-        moved = request.transfer.wait()
-        self.executor.drop(request.host)
-        request.transfer = request.host = None
+        moved, request.transfer = request.transfer.wait(), None
+        if not self.executor.write_through:  # else it stays what the blocks hold, and grows on
+            self._drop_copy(request)
+        if request.head:
+            request.cached, request.head = request.computed, 0
         recovery = self._open.pop(request.number)
         self._close(replace(recovery, prep_s=recovery.prep_s + moved.prep_s, in_s=moved.copy_s), request.cached)
         return True
@@ -145,7 +159,7 @@ class Preemptor:
         if recovery is not None:
             tokens, seconds = recovery.tokens + chunk.tokens, recovery.recompute_s + seconds
             recovery = replace(recovery, tokens=tokens, recompute_s=seconds)
-            if chunk.end < chunk.computed:
+            if chunk.end < chunk.computed or recovery.action is Action.BOTH_ENDS:  # which ends with its copy
                 self._open[number] = recovery
             else:
                 self._close(recovery, chunk.end)
@@ -169,7 +183,7 @@ class Preemptor:
     def _drop_copy(self, request: Request) -> None:
         """Give up the copy on the host, from which nothing comes back any more."""
         transfer, host = request.transfer, request.host
-        request.transfer = request.host = None
+        request.transfer, request.host, request.saved = None, None, 0
         # A copy that is under way still reads the host's rows and writes to the blocks: both must stay until it ends.
         if transfer is not None:
             with suppress(Exception):  # one that failed is over too
@@ -186,10 +200,15 @@ class Preemptor:
     def _decide(self, victim: Request, now_s: float) -> tuple[Action, str]:
         if not victim.decoding:
             return Action.RECOMPUTE, "partial prefill"
-        return self.policy.choose(victim.cached, now_s), "policy"
+        action, size = self.policy.choose(victim.cached, now_s), self.executor.block_tokens
+        if action is Action.BOTH_ENDS:
+            victim.head = self.policy.head(victim.cached, now_s) // size * size
+            if not 0 < victim.head < victim.cached or victim.keys or victim.sampling.verify is not None:
+                action, victim.head = Action.SWAP, 0  # shared blocks and drafts come back as they were
+        return action, "policy"
 
     def _close(self, recovery: Recovery, cached: int) -> None:
-        if recovery.reason != MOVED:  # which may have been some of the layers only
+        if recovery.reason != MOVED and recovery.action is not Action.BOTH_ENDS:  # parts of a prefill or of a copy
             self._learn(recovery.action, recovery.tokens, recovery.cost_s, cached)
         if self._recovered is not None:
             self._recovered(recovery)

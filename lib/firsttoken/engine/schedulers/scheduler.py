@@ -137,7 +137,7 @@ class Scheduler(Queues, ABC):
             return chunks, False
         num_running = len(self.running)
         self.resume()
-        return chunks + [self.chunk(request) for request in self.running[num_running:]], True
+        return chunks + [self.chunk(request) for request in self.running[num_running:] if request.decoding], True
 
     def chunks(self, tokens: int, *, admit: bool) -> list[ScheduledChunk]:
         """Up to ``tokens`` tokens of prompts: of those that have begun, then, with ``admit``, of new ones.
@@ -176,7 +176,8 @@ class Scheduler(Queues, ABC):
         if self.prefixes is not None:
             self.prefixes.returned(request)
         self.preemptor.restore(request)
-        self.move_to(request, Phase.RUNNING if self.preemptor.poll(request) else Phase.RESTORING)
+        computes = bool(request.head) or self.preemptor.poll(request)
+        self.move_to(request, Phase.RUNNING if computes else Phase.RESTORING)
         return True
 
     def _may_be_passed(self, request: Request) -> bool:
@@ -239,6 +240,11 @@ class Scheduler(Queues, ABC):
                 self.move_to(request, Phase.RUNNING)
                 wait = False
 
+    def await_copy(self, request: Request) -> None:
+        """Let ``request`` wait for the copy of its other tokens, once all that it computes again is there."""
+        if request.head and request.cached == request.head:
+            self.move_to(request, Phase.RESTORING)
+
     def end(self, request: Request) -> None:
         """End the request, wherever it stands; its blocks are free again."""
         try:
@@ -253,11 +259,11 @@ class Scheduler(Queues, ABC):
         self.preempted += 1
         action = self.preemptor.evict(victim)
         self._release(victim)
-        if action is Action.SWAP:
-            self.move_to(victim, Phase.SWAPPED)
-        else:
+        if action is Action.RECOMPUTE:
             self._close_prefix(victim)
             self.requeue_first(victim)
+        else:
+            self.move_to(victim, Phase.SWAPPED)
 
     def move(self, request: Request, version: Version, layers: range) -> None:
         """Let ``request``, which has begun, compute with ``version`` from now on, and ``layers`` again under the
@@ -265,10 +271,10 @@ class Scheduler(Queues, ABC):
         if request.number in self.pending:  # what was to come would be of another view
             self._forget(request)
             request.computed, request.fell_back = 0, "the model changed while its stored prefix was on its way"
-        again = bool(layers) and (request.cached > 0 or request.redo is not None)
+        again = bool(layers) and (request.cached > 0 or request.redo is not None or request.head > 0)
         # in host memory, in blocks that others read too, or of a draft, which is verified from its first token on
         verified = request.sampling.verify is not None and version.whole
-        elsewhere = request.phase is Phase.SWAPPED or self.prefixes is not None or verified
+        elsewhere = request.phase is Phase.SWAPPED or request.head > 0 or self.prefixes is not None or verified
         redo = request.version.redo(request, layers) if again and not elsewhere else request.redo
         version.adopt(request)
         if not again:

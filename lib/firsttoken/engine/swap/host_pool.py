@@ -57,7 +57,8 @@ class HostAllocator:
 
     def release(self, span: Span) -> None:
         """Give ``span`` back, once nothing moves from or to it. Raises RequestError for one that nobody has."""
-        self.require(span)
+        if span not in self._taken:
+            raise RequestError(_not_taken(span))
         self._taken.remove(span)
         low = high = bisect_left(self._holes, span)
         start, end = span.start, span.end
@@ -70,9 +71,9 @@ class HostAllocator:
         self._holes[low:high] = [Span(start, end - start)]
 
     def require(self, span: Span) -> None:
-        """Raise RequestError unless somebody has ``span``."""
-        if span not in self._taken:
-            raise RequestError(f"host pool: rows {span.start} to {span.end} are not taken; take a span, give it once")
+        """Raise RequestError unless somebody has ``span``, or one that it is part of."""
+        if not any(taken.start <= span.start and span.end <= taken.end for taken in self._taken):
+            raise RequestError(_not_taken(span))
 
     def check(self) -> None:
         """Assert that every row is in one span, and that no two holes touch."""
@@ -82,6 +83,10 @@ class HostAllocator:
         assert [span.start for span in spans] == span_ends[:-1], "a row is lost, or in two spans"
         assert span_ends[-1] == self.blocks, "a row is lost at the end"
         assert all(hole.end < next_hole.start for hole, next_hole in pairwise(self._holes)), "two holes touch"
+
+
+def _not_taken(span: Span) -> str:
+    return f"host pool: rows {span.start} to {span.end} are not taken; take a span, give it once"
 
 
 class HostPool(HostAllocator):
