@@ -47,7 +47,6 @@ ASKS_NOTHING = {
     "two_cards",
     "chunk_error",
     "swarm_churn",
-    "many_starts",
     "five_at_once_simulated",  # whose windows are those of five_at_once
 }  # of a model or of data
 CASES = [

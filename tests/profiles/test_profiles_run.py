@@ -73,7 +73,6 @@ from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start as borro
 from firsttoken_studies.nb56_a_start_that_borrows import fetch_trial
 from firsttoken_studies.nb61_five_at_once import simulated as five_simulated
 from firsttoken_studies.nb61_five_at_once import study as five
-from firsttoken_studies.nb63_many_cold_starts import study as many_starts
 from firsttoken_studies.progressiveserve.coldstart import checkpoints, harness
 from firsttoken_studies.record.claims import load_claims
 from firsttoken_studies.record.experiment import EVERY_PROFILE
@@ -189,7 +188,6 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(Hardware, "read", lambda hardware: BatchCosts())
         for place in (bench, pipeline_bubbles):
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
-        patch.setattr(many_starts, "lengths", lambda source: np.array([[30, 8]] * 200))  # two for each replica
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", one_trial)
         patch.setattr(live_peer, "turn", asked_peer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -71,22 +70,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
     "fixed_load": [
         ({"loads": [text]}, NO_LOAD)
         for text in ("sharegpt", "sharegpt fast", "sharegpt 0", "sharegpt -1", "sharegpt nan", "sharegpt inf")
-    ],
-    "many_starts": [
-        ({"systems": ["gpt-2", "llama-2-7b"]}, "systems: there is no 'gpt-2'"),
-        ({"arms": ["whole", "kept warm", "half"]}, "arms: there is no 'half'"),
-        ({"arms": ["stages"]}, "add both"),
-        ({"transition": "naive"}, "transition: 'naive' is not one of"),
-        ({"usd_per_hour": [1.0]}, "for each system"),
-        ({"replicas": [0]}, "must be 1 or more"),
-        ({"replicas": []}, "each value once"),
-        ({"replicas": [4, 4]}, "each value once"),
-        ({"gbit_per_s": [0.0, 1.0]}, "must be above 0"),
-        ({"gbit_per_s": [math.inf, 1.0]}, "must be above 0|expected"),
-        ({"rate": 0.0}, "must be above 0"),
-        ({"rate": math.nan}, "must be above 0|expected"),
-        ({"spread_s": -1.0}, "0 or more"),
-        ({"gaps_s": []}, "each value once"),
     ],
     "mixture_error": [
         ({name: 0}, "mixture_error: every, rounds and token_budget must be at least 1")

@@ -59,7 +59,6 @@ from firsttoken_studies.nb53_training_through_the_chain import figures as tuning
 from firsttoken_studies.nb54_validation_and_privacy import figures as trust_figures
 from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start, parallel_start
 from firsttoken_studies.nb62_agents_in_turns import figures as agent_figures
-from firsttoken_studies.nb63_many_cold_starts import figures as burst_figures
 from firsttoken_studies.progressiveserve import recovery_figures as session_figures
 from firsttoken_studies.progressiveserve import stage_figures
 from firsttoken_studies.progressiveserve.coldstart import figures as start_figures
@@ -177,16 +176,6 @@ def turned_most(stream: Tensor, size: int) -> tuple[list[int], Tensor]:
     cosines = torch.cosine_similarity(stream[:-size], stream[size:], dim=-1).mean(1)
     start = int(cosines.argmin())
     return list(range(start, start + size)), cosines
-
-
-@changed("many_starts", "sharing", burst_figures.waits, burst_figures.money)
-def one_after_another(starts: Sequence[float], sizes: Sequence[float], rate: float) -> list[list[float]]:
-    """Give the link to one replica, with all its parts, then to the next."""
-    ready, now = {}, 0.0
-    for begin, who in sorted((begin, who) for who, begin in enumerate(starts)):
-        ready[who] = [max(now, begin) + sum(sizes[: part + 1]) / rate for part in range(len(sizes))]
-        now = ready[who][-1]
-    return [ready[who] for who in range(len(starts))]
 
 
 @changed("online_crosspoint", "curve", online_figures.totals, online_figures.courses)

@@ -84,7 +84,6 @@ SMALL = {
     | {"gbit_per_s": 10.0, "stored_tokens": 32, "shared_tokens": 32},
     "five_at_once": {"requests": 5, "prompt_tokens": 12, "new_tokens": 6, "prefix_tokens": [16, 32], "limit_s": 30}
     | {"gbit_per_s": 100.0, "prefix_gbit_per_s": 100.0, "ttft_s": 30.0, "tbt_s": 30.0},
-    "many_starts": {"replicas": [1, 100], "requests": 2, "longest": 48},
     "families_trained": {"questions": 2},
     "drafts": {"chats": 2, "chat_tokens": 12, "problems": 2, "short_tokens": 10, "batch": 2},
     "burst": {"waiting": 3, "tokens": 3},

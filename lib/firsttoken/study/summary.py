@@ -64,7 +64,7 @@ WHERE = {
     "context_tokens": "tokens before those that are measured",
     "tenant": "whose requests: light, heavy",
     "requests": "at once",
-    "replicas": "that start together over one link",
+    "replicas": "that start together over one link: of a withdrawn result alone",
     "clients": "at once, each with one request after the other",
     "batch": "requests in a step",
     "servers": "of a chain or a swarm; 0 all blocks in one process",

@@ -36,7 +36,7 @@ GROUPS = {  # in the order in which they are best read
     "ProgressiveServe: an answer before the last layer is loaded": ("04", *map(str, range(11, 19))),
     "DroidSpeak: the cache of another model": ("05", "30", "31", "32", "33", "34", "35", "36", "62"),
     "PETALS: layers on other machines": ("06", "50", "51", "52", "53", "54"),
-    "Together": ("56", "60", "61", "63", "47", "48"),
+    "Together": ("56", "60", "61", "47", "48"),
     "Can the engine and the simulator be trusted?": ("20", "42", "45"),
     "All claims": ("90",),
 }

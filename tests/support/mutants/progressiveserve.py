@@ -189,27 +189,6 @@ def layers_backwards(right, *given):
     return LoadPlan(tuple(Stage(stage.name, stage.parts[::-1]) for stage in right(*given).stages))
 
 
-SHARED = "the sharing of the cell `mechanism`"
-
-
-@wrong(
-    "63",
-    "everybody has the whole link",
-    "firsttoken_studies.nb63_many_cold_starts.replicas:shared_link",
-    SHARED,
-)
-def everybody_has_the_whole_link(right, starts_s, *given):
-    from firsttoken_studies.nb63_many_cold_starts.replicas import Loads
-
-    alone = [right([begin], *given) for begin in starts_s]
-    return Loads([one.ready_s[0] for one in alone], [flow for one in alone for flow in one.flows])
-
-
-rewritten("63", "the link is not shared", "share = rate / max(1, len(loading))", "share = rate", SHARED, quick=True)
-rewritten("63", "who loads no more has a share", "max(1, len(loading))", "len(starts)", SHARED)
-rewritten("63", "one replica after another", "starts[who] <= now]\n", "starts[who] <= now][:1]\n", SHARED)
-
-
 KEPT = "the rule of the cell `mechanism`"
 rewritten("18", "in the cell one word more stays", "return draft[:stays] +", "return draft[: stays + 1] +", KEPT)
 rewritten("18", "in the cell any draft stays", " and draft[stays] == said[stays]", "", KEPT)

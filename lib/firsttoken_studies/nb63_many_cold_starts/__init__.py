@@ -1,1 +1,0 @@
-"""63 · Many cold starts over one link, simulated."""
