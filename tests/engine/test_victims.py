@@ -51,6 +51,7 @@ FIVE = [
         ("least_remaining", 1),
         ("least_expected", 4),
         ("most_blocks_for_its_work", 2),
+        ("least_delayed", 3),
         ("random", 1),
     ],
 )

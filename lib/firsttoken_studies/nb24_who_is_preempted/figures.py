@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from firsttoken.study.summary import Summary
-from firsttoken_studies.nb24_who_is_preempted.study import FREED, LIFO, RANDOM, RECOVERIES
+from firsttoken_studies.nb24_who_is_preempted.study import FREED, LIFO, RANDOM
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import LOOKS, Figure, categories, panels
 from firsttoken_studies.record.results import Result, Table
@@ -23,6 +23,7 @@ LABELS = {
     "most_remaining": "most tokens to say",
     "least_remaining": "fewest tokens to say",
     "least_expected": "fewest tokens expected to come",
+    "least_delayed": "the one that a pause delays least a token (ours)",
     "most_blocks_for_its_work": "most blocks a token, most to come (vLLM 56897)",
     FREED: "most blocks freed for its cost",
     RANDOM: "drawn at random",
@@ -68,13 +69,14 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
     schedulers = list(dict.fromkeys(row["scheduler"] for row in every))
     pools = sorted({row["blocks"] for row in every}, reverse=True)
     rules = list(dict.fromkeys(row["victim"] for row in every))
+    recoveries = list(dict.fromkeys(row["recovery"] for row in every))
     size = (9, 0.3 * len(rules) * len(pools) + 2.4)
     fig, axes = panels(len(pools), len(schedulers), figsize=size, sharex="col", sharey=True, squeeze=False)
     for line, blocks in zip(axes, pools, strict=True):
         for ax, scheduler in zip(line, schedulers, strict=True):
             for shown in drawn_over:
                 for index, victim in enumerate(rules):
-                    for offset, recovery in zip((-0.27, -0.09, 0.09, 0.27), RECOVERIES, strict=True):
+                    for offset, recovery in zip((-0.27, -0.09, 0.09, 0.27), recoveries, strict=False):
                         labels = {"case": f"{blocks} blocks", "scheduler": scheduler, "policy": recovery}
                         entry = shown.result.summary.get("tpot_p99_ms", **labels, variant=victim)
                         position, look = index + offset + shown.shift / 3, recovery.replace("_", "-")
@@ -83,7 +85,7 @@ def by_victim(recorded: Result | None, now: Result) -> Figure:
             categories(ax, [LABELS[victim] for victim in rules], 0.4, fontsize="small")
     for ax in axes[-1]:
         ax.set_xlabel("P99 TPOT, ms")
-    for recovery in RECOVERIES:
+    for recovery in recoveries:
         look = LOOKS[recovery.replace("_", "-")]
         axes[0][0].plot([], [], linestyle="none", marker=look.marker, color=look.colour, label=recovery)
     fig.suptitle(_message((recorded or now).summary))

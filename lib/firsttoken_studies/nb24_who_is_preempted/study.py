@@ -7,7 +7,7 @@ who comes back first, are choices of their own, which no report compares.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from firsttoken.cps.policies import make_policy
+from firsttoken.cps.policies.cross_point import BothEnds
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.executor import Executor
@@ -38,7 +39,25 @@ from firsttoken_studies.record.results import Outcome, Rows
 
 LIFO, FREED, RANDOM = "last_arrived", "most_freed_for_its_cost", "random"
 RULES = (*VICTIMS, FREED)
-RECOVERIES = ("swap", "recompute", "cross_point", "online")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How victims come back: a policy for the costs of a run, and whether blocks are written through as they fill."""
+
+    policy: Callable[[Costs], PreemptionPolicy]
+    write_through: bool = False
+
+
+RECOVERIES = {
+    "swap": Recovery(lambda costs: make_policy("swap")),
+    "recompute": Recovery(lambda costs: make_policy("recompute")),
+    "cross_point": Recovery(lambda costs: make_policy("cross_point")),
+    "online": Recovery(lambda costs: make_policy("online")),
+    "both_ends": Recovery(BothEnds),
+    "write_through": Recovery(lambda costs: make_policy("swap"), write_through=True),
+    "both_ends_written": Recovery(lambda costs: BothEnds(costs, written_through=True), write_through=True),
+}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
     "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
@@ -70,14 +89,20 @@ class VictimsConfig:
     def __post_init__(self) -> None:
         if min(self.seeds, self.short, self.long, *self.pools) < 1 or self.rate_per_s < 0:
             raise ProfileError("victims: seeds, short, long and pools must be at least 1, and rate_per_s not below 0")
-        for names, known_names, kind in (
-            (self.victims, RULES, "victim"),
-            (self.recoveries, RECOVERIES, "recovery"),
-            (self.orders, RESUME_ORDERS, "resume order"),
-            (self.schedulers, SCHEDULERS, "scheduler"),
-        ):
-            if unknown_name := next((name for name in names if name not in known_names), ""):
-                raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
+        check_rules(self.victims, self.recoveries, self.orders)
+        if absent := next((name for name in self.schedulers if name not in SCHEDULERS), ""):
+            raise ProfileError(f"victims: no scheduler {absent!r}; {unknown(absent, SCHEDULERS)}")
+
+
+def check_rules(victims: Sequence[str], recoveries: Sequence[str], orders: Sequence[str]) -> None:
+    """Raise ProfileError for a victim, a recovery or a resume order whose name is unknown."""
+    for names, known_names, kind in (
+        (victims, RULES, "victim"),
+        (recoveries, RECOVERIES, "recovery"),
+        (orders, RESUME_ORDERS, "resume order"),
+    ):
+        if unknown_name := next((name for name in names if name not in known_names), ""):
+            raise ProfileError(f"victims: no {kind} {unknown_name!r}; {unknown(unknown_name, known_names)}")
 
 
 def victim_of(name: str, costs: Costs, seed: int, overrides: Mapping[str, Victim] | None = None) -> Victim:
@@ -102,6 +127,7 @@ MEASURES = {  # of a run: column of the rows -> measure of the summary, unit
     "p99_ttft_ms": ("ttft_p99_ms", "ms"),
     "in_time_pct": ("in_time_pct", "% of the requests"),
     "computed_again_pct": ("computed_again_pct", "% of the tokens"),
+    "recomputed": ("recomputed_tokens", "tokens"),
     "longest_gap_s": ("longest_gap_s", "s"),
     "starved": ("starved", "requests"),
     "preemptions": ("preemptions", ""),
@@ -142,7 +168,7 @@ def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] |
     rows: Rows = []
     for case in track([dict(zip(named, values, strict=True)) for values in every], desc="victims"):
         runs = [run_with(loads[seed], costs, case | {"seed": seed}, overrides) for seed in seeds]
-        rows.append(case | {"seeds": seeds} | _lists(runs))
+        rows.append(case | {"seeds": seeds} | lists_by_seed(runs))
     return Outcome(rows, provenance={"source": SOURCE, "kind": "replayed"})
 
 
@@ -150,11 +176,13 @@ def run_with(
     items: Sequence[Item], costs: Costs, case: Mapping[str, Any], overrides: Mapping[str, Victim] | None = None
 ) -> dict[str, float]:
     """Return what clients saw of one case, and what it computed again."""
-    executor = SimulatedExecutor(costs, case["blocks"], host_blocks=HOST_BLOCKS)
+    recovery = RECOVERIES[case["recovery"]]
+    copies = {"host_blocks": HOST_BLOCKS, "write_through": recovery.write_through}
+    executor = SimulatedExecutor(costs, case["blocks"], **copies)
     victim = victim_of(case["victim"], costs, case["seed"], overrides)
     ordered = {"resume": case.get("order", IN_ORDER), "wait_s": AGED_S}
     settings = EngineConfig(victim=victim, watermark=0.0, **ordered, **SCHEDULERS[case["scheduler"]])
-    return seen(executor, settings, make_policy(case["recovery"]), items)
+    return seen(executor, settings, recovery.policy(costs), items)
 
 
 def seen(
@@ -172,13 +200,14 @@ def seen(
         "p99_ttft_ms": float(np.percentile(first_s, 99)) * 1e3,
         "in_time_pct": 100 * float(((first_s <= IN_TIME_S[0]) & (gaps_s <= IN_TIME_S[1])).mean()),
         "computed_again_pct": 100 * engine.token_counts[Kind.RECOMPUTE] / sum(engine.token_counts.values()),
+        "recomputed": float(engine.token_counts[Kind.RECOMPUTE]),
         "longest_gap_s": float(gaps_s.max()),
         "starved": float((gaps_s > STARVED_S).sum()),
         "preemptions": float(sum(request.preemptions for request in requests)),
     }
 
 
-def _lists(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+def lists_by_seed(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """The columns of a row: each measure of all runs."""
     return {name: [round(run[name], 4) for run in runs] for name in MEASURES}
 
@@ -214,7 +243,7 @@ def victims_live(profile: Profile) -> Outcome:
     rows: Rows = [
         {"blocks": config.blocks, "scheduler": "prefill_first", "recovery": recovery, "victim": victim}
         | {"seeds": list(seeds)}
-        | _lists([runs[seed, victim, recovery] for seed in seeds])
+        | lists_by_seed([runs[seed, victim, recovery] for seed in seeds])
         for victim, recovery in product(config.victims, config.recoveries)
     ]
     return Outcome(rows, provenance=loaded.provenance.as_dict())
@@ -225,23 +254,24 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     order, below LIFO with cross-point, which is CPS, and below recompute of the last that was admitted, which is
     vLLM."""
     summary = Summary()
-    cases = {
-        (row["blocks"], row["scheduler"], row["recovery"], row["victim"], row.get("order", IN_ORDER)): row
-        for row in rows
-    }
-    for (blocks, scheduler, recovery, victim, order), case_rows in cases.items():
-        load = f"{blocks} blocks" + (f", {order}" if order != IN_ORDER else "")
-        labels = {"case": load, "scheduler": scheduler, "policy": recovery, "variant": victim}
+    names = ("load", "blocks", "scheduler", "recovery", "victim", "order")
+    cases = {tuple(({"order": IN_ORDER, "load": ""} | row)[name] for name in names): row for row in rows}
+    for (load, blocks, scheduler, recovery, victim, order), case_rows in cases.items():
+        parts = (load, f"{blocks} blocks", order if order != IN_ORDER else "")
+        labels = {"case": ", ".join(filter(None, parts)), "scheduler": scheduler, "policy": recovery, "variant": victim}
         # rows without an order are of before the league, and have less in their summary
         columns = [name for name in MEASURES if name in case_rows and (name != "mean_ttft_ms" or "order" in case_rows)]
         for column in columns:
             summary.add(MEASURES[column][0], bootstrap(case_rows[column]).summary(MEASURES[column][1]), **labels)
+        if "order" in case_rows:
+            middle = bootstrap(case_rows["p99_tpot_ms"], "median")
+            summary.add("tpot_p99_median_ms", middle.summary("ms"), **labels)
         for than, (other, its_order, bases) in {
             f"{LIFO} {recovery}": (recovery, order, ("p99_tpot_ms",)),
             CPS: ("cross_point", IN_ORDER, ("p99_tpot_ms", "mean_ttft_ms")),
-            VLLM: ("recompute", IN_ORDER, ("p99_tpot_ms", "computed_again_pct", "mean_ttft_ms")),
+            VLLM: ("recompute", IN_ORDER, ("p99_tpot_ms", "computed_again_pct", "recomputed", "mean_ttft_ms")),
         }.items():
-            base = cases.get((blocks, scheduler, other, than.split()[0], its_order))
+            base = cases.get((load, blocks, scheduler, other, than.split()[0], its_order))
             if base is None or base is case_rows:
                 continue
             for column in (name for name in bases if name in columns and any(base[name])):

@@ -18,6 +18,7 @@ from firsttoken.study.policy_file import PolicyKind
 Victim = Callable[[list[Request]], Request]
 
 OFTEN = 3  # preemptions after which llama.cpp's rule spares a request
+PAUSE_S = 10.0  # that a preemption is expected to take; chosen among 0, 1, 3, 10 and 30 s on draws of their own
 
 
 # By arrival and admission.
@@ -116,6 +117,18 @@ def most_blocks_for_its_work(running: list[Request]) -> Request:
     return max(running, key=score)
 
 
+def least_delayed(running: list[Request]) -> Request:
+    """The request that would have the least time per token behind it if it now waited ``PAUSE_S``, so that who has said
+    many tokens fast pays for the pause, and who was preempted before is spared; first of all one that has said none
+    (this project)."""
+
+    def seconds_a_token(request: Request) -> tuple[float, tuple[float, int]]:
+        times = request.times_s
+        return (times[-1] - times[0] + PAUSE_S) / len(times) if times else 0.0, request.order
+
+    return min(running, key=seconds_a_token)
+
+
 class Drawn:
     """A request drawn at random: a control."""
 
@@ -138,6 +151,7 @@ VICTIMS: dict[str, Victim | type[Victim]] = {
     "least_remaining": least_remaining,
     "most_blocks_for_its_work": most_blocks_for_its_work,
     "least_expected": LeastExpected,
+    "least_delayed": least_delayed,
     "random": Drawn,
 }
 
