@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from transformers import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
+from firsttoken.engine.preemption.victims import VICTIMS  # noqa: E402
 from firsttoken.engine.swap.host_pool import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
 from firsttoken_extras.vllm_cross_point.connector import KVBlocksOnHost  # noqa: E402
+from firsttoken_extras.vllm_cross_point.scheduler import CrossPointScheduler  # noqa: E402
 from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402
 
 BLOCK_TOKENS = 32
@@ -43,6 +46,7 @@ CONTEXT = 256
 FEW_BLOCKS = 20  # two and a half contexts for ten requests
 NEW_TOKENS = 80
 HOST_BYTES = 64 << 20
+CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 10, "scheduler_reserve_full_isl": False}
 SHUFFLED = random.Random(0)
 PROMPTS = [[SHUFFLED.randrange(512) for _ in range(SHUFFLED.randrange(10, 150))] for _ in range(10)]
 
@@ -102,8 +106,8 @@ def started(model: Path, **options: Any) -> Iterator[vllm.LLM]:
         llm.llm_engine.engine_core.shutdown()
 
 
-def with_cross_point(model: Path, threshold: int, host_bytes: int = HOST_BYTES, **options: Any):
-    transfer = connector(threshold_tokens=threshold, host_bytes=host_bytes)
+def with_cross_point(model: Path, threshold: int, host_bytes: int = HOST_BYTES, rules: Any = (), **options: Any):
+    transfer = connector(threshold_tokens=threshold, host_bytes=host_bytes, **dict(rules))
     few = {"num_gpu_blocks_override": FEW_BLOCKS, "scheduler_cls": SCHEDULER, "kv_transfer_config": transfer}
     return started(model, **few | options)
 
@@ -112,9 +116,10 @@ def sampling(new_tokens: int = NEW_TOKENS) -> vllm.SamplingParams:
     return vllm.SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
 
 
-def generate(llm: vllm.LLM) -> list[list[int]]:
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling(), use_tqdm=False)]
+def generate(llm: vllm.LLM, tokens: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in tokens]
+    outputs = llm.generate(prompts, sampling(new_tokens), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def finish(engine: Any) -> dict[str, list[int]]:
@@ -159,6 +164,81 @@ def test_tokens_are_those_without_preemption(
         assert scheduler_of(llm).connector.held == {}
 
 
+def by_arrival(request: Any) -> float:
+    return request.arrival_time
+
+
+def by_tokens(request: Any) -> tuple[int, float]:
+    return request.num_computed_tokens, request.arrival_time
+
+
+def by_rest(request: Any) -> tuple[int, float]:
+    return request.max_tokens - request.num_output_tokens, request.arrival_time
+
+
+RULES = {  # written once more, for vLLM's own requests
+    "last_arrived": partial(max, key=by_arrival),
+    "first_arrived": partial(min, key=by_arrival),
+    "longest": partial(max, key=by_tokens),
+    "shortest": partial(min, key=by_tokens),
+    "most_remaining": partial(max, key=by_rest),
+    "least_remaining": partial(min, key=by_rest),
+}
+
+
+@pytest.fixture
+def victims(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts of the preempted requests. Each is held against ``RULES``, and must wait where the order says."""
+    prompts, preempt = [], CrossPointScheduler._preempt_request
+
+    def check(scheduler: CrossPointScheduler, request: Any, *args: Any, **options: Any) -> None:
+        settings = scheduler.connector.settings
+        if rule := RULES.get(settings.victim):
+            assert rule([*scheduler.running, request]) is request
+        preempt(scheduler, request, *args, **options)
+        prompts.append(list(request.prompt_token_ids))
+        if settings.resume == "in_order":
+            back = [by_arrival(waiting) for waiting in scheduler.waiting if waiting.num_preemptions]
+            assert back == sorted(back)
+        else:
+            assert scheduler.waiting[0] is request
+
+    monkeypatch.setattr(CrossPointScheduler, "_preempt_request", check)
+    return prompts
+
+
+@pytest.mark.parametrize("resume", ["last_preempted_first", "in_order"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_each_rule_picks_its_victim_and_changes_no_token(
+    model: Path, unconstrained: list, victims: list, victim: str, resume: str
+) -> None:
+    options = CHUNKS | {"enable_prefix_caching": True} if resume == "in_order" else {}
+    with with_cross_point(model, 130, rules={"victim": victim, "resume": resume}, **options) as llm:
+        assert generate(llm) == unconstrained
+        assert scheduler_of(llm).connector.held == {}
+    assert victims
+
+
+def test_a_block_that_a_victim_did_not_compute_is_not_in_the_prefix_cache(model: Path) -> None:
+    """The first is taken out of a step that was to compute two of its blocks, and the second needs only one of them."""
+    prompts = [SHUFFLED.choices(range(512), k=tokens) for tokens in (160, 2 * BLOCK_TOKENS, 40)]
+    with started(model) as llm:
+        expected = generate(llm, prompts, 20)
+    options = {"long_prefill_token_threshold": 2 * BLOCK_TOKENS, "scheduler_reserve_full_isl": False}
+    options |= {"num_gpu_blocks_override": 9, "enable_prefix_caching": True}
+    with with_cross_point(model, 0, rules={"victim": "first_arrived"}, **options) as llm:
+        assert generate(llm, prompts, 20) == expected
+        assert counts_of(llm)["partial_prefill"] == 1
+
+
+def test_without_a_rule_vllm_preempts_the_last_admitted(model: Path, unconstrained: list, victims: list) -> None:
+    for rules in ({}, {"victim": "last_admitted", "resume": "last_preempted_first"}):
+        with with_cross_point(model, 130, rules=rules) as llm:
+            assert generate(llm) == unconstrained
+    half = len(victims) // 2
+    assert half and victims[:half] == victims[half:]
+
+
 def test_restoring_anything_else_gives_other_tokens(
     model: Path, unconstrained: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +263,7 @@ def test_a_full_host_pool_means_recompute(model: Path, unconstrained: list) -> N
 
 
 def test_a_victim_in_the_middle_of_its_prefill_is_recomputed(model: Path, unconstrained: list) -> None:
-    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 10, "scheduler_reserve_full_isl": False}
-    with with_cross_point(model, 10**6, **chunks) as llm:
+    with with_cross_point(model, 10**6, **CHUNKS) as llm:
         assert generate(llm) == unconstrained
         assert counts_of(llm)["partial_prefill"] > 0
 
@@ -256,6 +335,7 @@ def test_a_window_in_every_layer_is_refused(tmp_path: Path) -> None:
         ({"kv_transfer_config": connector(threshold=8, host_bytes=1 << 20)}, "unknown key 'threshold'"),
         ({"kv_transfer_config": connector(threshold_tokens=-1, host_bytes=1 << 20)}, "must be 0 or more, not -1"),
         ({"kv_transfer_config": connector(threshold_tokens=8, host_bytes=8)}, "host_bytes is 8, a KV block"),
+        ({"scheduling_policy": "priority", "rules": {"victim": "longest"}}, "go without --scheduling-policy priority"),
         ({"kv_transfer_config": None}, "CrossPointScheduler needs --kv-transfer-config"),
         ({"scheduler_cls": None}, "vLLM's own scheduler; add --scheduler-cls"),
         # last: it imports numba, and with that loaded vLLM 0.32.0 starts no further engine in the same process
@@ -314,7 +394,8 @@ def serving(model: Path, log: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    transfer = json.dumps(connector(threshold_tokens=130, host_bytes=HOST_BYTES))
+    rules = {"victim": "shortest", "resume": "in_order"}
+    transfer = json.dumps(connector(threshold_tokens=130, host_bytes=HOST_BYTES, **rules))
     options = {"model": str(model), "host": "127.0.0.1", "port": port, "num-gpu-blocks-override": FEW_BLOCKS}
     options |= {"scheduler-cls": SCHEDULER, "kv-transfer-config": transfer}
     for name, value in ENGINE.items():

@@ -30,6 +30,14 @@ def test_blocks_come_back_as_they_went() -> None:
         ({"threshold_tokens": 8, "host_byte": 1}, r"unknown key 'host_byte'.*did you mean 'host_bytes'"),
         ({"threshold_tokens": 8}, "missing key 'host_bytes'"),
         ({"threshold_tokens": -1, "host_bytes": 1}, "threshold_tokens must be 0 or more, not -1"),
+        (
+            {"threshold_tokens": 8, "host_bytes": 1, "victim": "longst"},
+            r"no victim choice 'longst'; known: .*shortest.*did you mean 'longest'",
+        ),
+        (
+            {"threshold_tokens": 8, "host_bytes": 1, "resume": "in_ordr"},
+            r"'in_ordr' is not known; known: in_order, last_preempted_first \(did you mean 'in_order'",
+        ),
         ({"threshold_tokens": 8.5, "host_bytes": 1}, "expected int, not 8.5"),
     ],
 )

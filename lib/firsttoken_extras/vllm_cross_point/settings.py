@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.study.errors import ProfileError
+from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import build_config
 
 if TYPE_CHECKING:
@@ -21,15 +23,21 @@ class CrossPointSettings:
     """Swap a preempted request that holds at most ``threshold_tokens`` tokens (0: none), recompute a longer one (3.1).
 
     ``host_bytes`` of host memory are taken at the start, and are all that swapped requests ever take. On CUDA they are
-    pinned, and torch rounds pinned memory up to a power of two.
+    pinned, and torch rounds pinned memory up to a power of two. ``victim`` is the rule of
+    firsttoken.engine.preemption.victims by which a request is preempted, ``resume`` the order in which preempted
+    requests come back; None leaves either to vLLM.
     """
 
     threshold_tokens: int
     host_bytes: int
+    victim: str | None = None
+    resume: Literal["last_preempted_first", "in_order"] | None = None
 
     def __post_init__(self) -> None:
         if self.threshold_tokens < 0:
             raise ProfileError(f"{WHERE}: threshold_tokens must be 0 or more, not {self.threshold_tokens}")
+        if self.victim is not None and self.victim not in VICTIMS:
+            raise ProfileError(f"{WHERE}: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CrossPointSettings:
