@@ -64,6 +64,7 @@ def test_a_policy_that_answers_wrongly_is_named(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text(NEVER.replace("Action.RECOMPUTE", "'recompute'"))
     with pytest.raises(
-        ProfileError, match=r"wrong\.py: choose must return Action\.SWAP, Action\.RECOMPUTE or Action\.BOTH_ENDS, not 'rec"
+        ProfileError,
+        match=r"wrong\.py: choose must return Action\.SWAP, Action\.RECOMPUTE or Action\.BOTH_ENDS, not 'rec",
     ):
         crosspoint_replayed(load_profile("quick", **TINY, **{"replayed.policies": [str(wrong)]}))

@@ -41,10 +41,12 @@ from tiny_profiles import FEWER, SHORTER, tiny_profile
 from transformers import AutoModelForCausalLM
 
 from firsttoken.assets import corpora, models, needs, shapes
+from firsttoken.engine.workload_items import Item
 from firsttoken.progressiveserve import evaluation, training
 from firsttoken.progressiveserve.recipe import RECIPES
 from firsttoken.simulation.costs import mixture_costs
 from firsttoken.simulation.costs.operator_tables import CARDS, OperatorTables
+from firsttoken.simulation.costs.published import PublishedCosts
 from firsttoken.simulation.costs.sarathi_artifact import BatchCosts
 from firsttoken.simulation.hardware import Hardware
 from firsttoken.simulation.workload import sharegpt
@@ -60,6 +62,7 @@ from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
 from firsttoken_studies.nb18_what_a_draft_is_worth import burst, first_answers, waiting
 from firsttoken_studies.nb18_what_a_draft_is_worth import study as drafted
 from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
+from firsttoken_studies.nb24_who_is_preempted import elsewhere, optimum
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse_training
 from firsttoken_studies.nb33_latency_and_quality import reuse_methods
@@ -190,6 +193,10 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", one_trial)
+        for place in (elsewhere, optimum):
+            patch.setattr(place, "table_2", lambda seed: PublishedCosts(decode_s=0.03))
+        patch.setattr(elsewhere, "recorded_requests", lambda load: [Item(i / 4, 900 + i, 40) for i in range(12)])
+        patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 600, 160, (0,) * 600)] * 3)
         patch.setattr(live_peer, "turn", asked_peer)
         for compared in (simulator_error, chunk_error):
             patch.setattr(compared, "downloaded", lambda name: folder)

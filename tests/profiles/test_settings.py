@@ -131,10 +131,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
     ],
     "victims": [
         ({"victims": ["oldest"]}, "no victim 'oldest'; known: first_arrived"),
-        ({"recoveries": ["swp"]}, "no recovery 'swp'; known: cross_point.*did you mean 'swap'"),
+        ({"recoveries": ["swp"]}, "no recovery 'swp'; known: both_ends.*did you mean 'swap'"),
         ({"schedulers": ["orca"]}, "no scheduler 'orca'"),
         ({"pools": [0]}, "must be at least 1"),
     ],
+    "league_elsewhere": [
+        ({"loads": ["azure"]}, "no load 'azure'; known: azure-code"),
+        ({"load_x": 0}, "load_x above 0"),
+        ({"orders": ["lifo"]}, "no resume order 'lifo'"),
+    ],
+    "optimum": [({"requests": 13}, "requests 1 to 12"), ({"recoveries": ["swp"]}, "no recovery 'swp'")],
     "victims_live live_victims": [({"victims": ["oldest"]}, "no victim choice 'oldest'; known: first_arrived")],
 }
 

@@ -68,6 +68,9 @@ SMALL = {
     "victims": {"short": 4, "long": 4, "pools": [512], "schedulers": ["prefill_first", "sarathi 512"]},
     "league": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order", "any_that_fits"]},
     "league_open": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
+    "league_copies": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
+    "league_elsewhere": {"seeds": 2, "requests": 8, "orders": ["in_order"]},
+    "optimum": {"seeds": 2, "preemptions": 1, "orders": ["any_that_fits"]},
     "live_victims": {
         "victims": ["last_arrived", "first_arrived"],
         "recoveries": ["swap", "cross_point"],

@@ -18,14 +18,13 @@ from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload_items import Item, serve_items
-from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts
+from firsttoken.simulation.costs.published import PAPER_SHAPE
 from firsttoken.simulation.workload.traces import load_trace
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
-from firsttoken_studies.nb22_cross_point_scheduler.study import ReplayedConfig, calibrated, drawn
-from firsttoken_studies.nb24_who_is_preempted.study import SCHEDULERS, check_rules, lists_by_seed, run_with
+from firsttoken_studies.nb24_who_is_preempted.study import SCHEDULERS, check_rules, lists_by_seed, run_with, table_2
 from firsttoken_studies.record.results import Outcome, Rows
 
 TRACES = {
@@ -34,7 +33,6 @@ TRACES = {
     "mooncake-conversations": "conversation_trace.jsonl",
 }
 LONGEST = 8192  # tokens of a request: CPS's Table 2 ends there
-CALIBRATED_ON = ReplayedConfig(3, 100, 100, 512, (), ())  # as the league's decode step is
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,12 @@ class ElsewhereConfig:
 def league_elsewhere(profile: Profile) -> Outcome:
     """Rows as of ``study.cells_of``, and {load, rate_per_s}: the mean rate of each draw."""
     config = profile.section("league_elsewhere", ElsewhereConfig)
-    costs = PublishedCosts(
-        decode_s=calibrated([drawn(CALIBRATED_ON, profile.seed + number) for number in range(3)], 512)
-    )
+    costs = table_2(profile.seed)
     seeds = [profile.seed + config.first_seed + number for number in range(config.seeds)]
     every = list(product(config.recoveries, config.victims, config.orders))
     rows: Rows = []
     for load in config.loads:
-        items = load_trace(downloaded(load) / TRACES[load]).up_to(LONGEST).items
+        items = recorded_requests(load)
         mean_tokens = np.mean([item.total_tokens for item in items])
         blocks = max(PAPER_SHAPE.blocks(LONGEST), PAPER_SHAPE.blocks(int(config.pool_requests * mean_tokens)))
         draws = [window(items, config.requests, seed) for seed in seeds]
@@ -84,6 +80,11 @@ def league_elsewhere(profile: Profile) -> Outcome:
             runs = [run_with(draw, costs, case | {"seed": seed}) for draw, seed in zip(draws, seeds, strict=True)]
             rows.append({"load": load, "rate_per_s": rate_per_s} | case | {"seeds": seeds} | lists_by_seed(runs))
     return Outcome(rows, provenance={"source": "recorded loads on the costs of CPS Table 2", "kind": "replayed"})
+
+
+def recorded_requests(load: str) -> tuple[Item, ...]:
+    """The requests of a load that CPS's Table 2 has the costs of. Raises AssetError for files that are not there."""
+    return load_trace(downloaded(load) / TRACES[load]).up_to(LONGEST).items
 
 
 def window(items: Sequence[Item], count: int, seed: int) -> list[Item]:

@@ -19,20 +19,27 @@ from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.schedulers.sarathi import PrefillFirst
 from firsttoken.engine.simulated import SimulatedExecutor
 from firsttoken.engine.workload_items import Item, serve_items
-from firsttoken.simulation.costs.published import PAPER_SHAPE, PublishedCosts
+from firsttoken.simulation.costs.published import PAPER_SHAPE
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, SOURCE, ReplayedConfig, calibrated, drawn
-from firsttoken_studies.nb24_who_is_preempted.study import AGED_S, RECOVERIES, SCHEDULERS, check_rules, victim_of
+from firsttoken_studies.nb22_cross_point_scheduler.study import HOST_BLOCKS, SOURCE, ReplayedConfig, drawn
+from firsttoken_studies.nb24_who_is_preempted.study import (
+    AGED_S,
+    RECOVERIES,
+    SCHEDULERS,
+    check_rules,
+    table_2,
+    victim_of,
+)
 from firsttoken_studies.record.results import Outcome, Rows
 
 OPTIMUM = "the optimum"
 CPS_RULE = "last_arrived", "cross_point", "in_order"
 _SHORTEST, _LONGEST = 300, 0.75  # tokens, and share of the pool: a request of a small load lies between
-_DRAWN = ReplayedConfig(3, 100, 100, 512, (), ())  # conversations that a small load is taken from
+_DRAWN = ReplayedConfig(1, 100, 100, 512, (), ())  # conversations that a small load is taken from
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class OptimumConfig:
     """``seeds`` small loads: the first ``requests`` conversations of a draw that fit ``blocks`` KV blocks, all at once.
 
     Draws are taken from ``first_seed`` on; one in which CPS preempts fewer than ``preemptions`` times is passed over.
-    The search ends after ``runs`` runs, and a load that needs more is reported and not counted. Each of ``victims``
+    The search ends after ``most_runs`` runs, and a load that needs more is reported and not counted. Each of ``victims``
     with each of ``recoveries`` and ``orders`` is held against the optimum.
     """
 
@@ -49,15 +56,19 @@ class OptimumConfig:
     requests: int
     blocks: int
     preemptions: int
-    runs: int
+    most_runs: int
     victims: tuple[str, ...]
     recoveries: tuple[str, ...]
     orders: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if min(self.seeds, self.requests, self.preemptions, self.runs) < 1 or self.requests > 12 or self.blocks < 32:
+        if (
+            min(self.seeds, self.requests, self.preemptions, self.most_runs) < 1
+            or self.requests > 12
+            or self.blocks < 32
+        ):
             raise ProfileError(
-                "optimum: seeds, preemptions and runs must be at least 1, requests 1 to 12, blocks at least 32"
+                "optimum: seeds, preemptions and most_runs must be at least 1, requests 1 to 12, blocks at least 32"
             )
         check_rules(self.victims, self.recoveries, self.orders)
 
@@ -69,8 +80,8 @@ def worst_tpot_s(requests: Sequence[Request], now_s: float, step_s: float) -> fl
     for request in requests:
         gaps = request.sampling.max_tokens - 1
         if request.times_s and gaps:
-            left = 1 + gaps - len(request.times_s)
-            end_s = max(now_s, request.times_s[-1]) + left * step_s if left else request.times_s[-1]
+            to_come = 1 + gaps - len(request.times_s)
+            end_s = max(now_s, request.times_s[-1]) + to_come * step_s if to_come else request.times_s[-1]
             worst = max(worst, (end_s - request.times_s[0]) / gaps)
     return worst
 
@@ -161,7 +172,7 @@ def least_worst_tpot_s(items: Sequence[Item], costs: Costs, blocks: int, best_s:
     """
     step_s = costs.step_s((), (1,))
     scripts: list[tuple[int, ...]] = [()]
-    seen: dict[tuple[object, ...], float] = {}
+    reached_s: dict[tuple[object, ...], float] = {}
     for _ in range(runs):
         if not scripts:
             return best_s
@@ -180,8 +191,8 @@ def least_worst_tpot_s(items: Sequence[Item], costs: Costs, blocks: int, best_s:
         except Undecided as undecided:
             now_s = executor.now()
             state = script.recent, *_state(engine.scheduler, requests)
-            if worst_tpot_s(requests, now_s, step_s) < best_s - 1e-12 and now_s < seen.get(state, math.inf):
-                seen[state] = now_s
+            if worst_tpot_s(requests, now_s, step_s) < best_s - 1e-12 and now_s < reached_s.get(state, math.inf):
+                reached_s[state] = now_s
                 scripts += [(*choices, choice) for choice in reversed(range(undecided.count))]
         else:
             best_s = min(best_s, worst_tpot_s(requests, executor.now(), step_s))
@@ -193,7 +204,7 @@ def _config(**choices: Any) -> EngineConfig:
 
 
 def _state(scheduler: ResumesAsScripted, requests: Sequence[Request]) -> tuple[object, ...]:
-    """Where each request stands, and what of the past the objective and the coming questions look at."""
+    """The state of each request, and what of the past the objective and the coming questions look at."""
     return (
         *((request.phase, len(request.tokens), *request.times_s[:1], *request.times_s[-1:]) for request in requests),
         *_numbers(scheduler.waiting),
@@ -223,27 +234,40 @@ def by_rule(
     return worst_tpot_s(requests, executor.now(), 0.0), engine.scheduler.preempted
 
 
+def pressed(first_seed: int, costs: Costs, config: OptimumConfig) -> list[int]:
+    """The seeds from ``first_seed`` on whose load has as many preemptions under CPS as the profile asks. Raises
+    ProfileError where one in fifty has."""
+    seeds = []
+    for seed in range(first_seed, first_seed + 50 * config.seeds):
+        if by_rule(small_load(seed, config), costs, config, CPS_RULE, seed)[1] >= config.preemptions:
+            seeds.append(seed)
+        if len(seeds) == config.seeds:
+            return seeds
+    raise ProfileError(
+        f"optimum: {len(seeds)} of {50 * config.seeds} loads have as many preemptions; take fewer blocks"
+    )
+
+
 def optimum(profile: Profile) -> Outcome:
     """Rows {victim, recovery, order, seeds, worst_tpot_ms: by seed}, and one of the optimum; {undecided} are the seeds
     whose search did not end."""
     config = profile.section("optimum", OptimumConfig)
-    costs = PublishedCosts(decode_s=calibrated([drawn(_DRAWN, profile.seed + number) for number in range(3)], 512))
+    costs = table_2(profile.seed)
     rules = list(product(config.victims, config.recoveries, config.orders))
     worst_ms: dict[tuple[str, str, str], list[float]] = {rule: [] for rule in [*rules, (OPTIMUM, "", "")]}
-    seeds, undecided, seed = [], [], profile.seed + config.first_seed
-    for _ in track(range(config.seeds), desc="optimum"):
-        while by_rule(small_load(seed, config), costs, config, CPS_RULE, seed)[1] < config.preemptions:
-            seed += 1
+    seeds, undecided = [], []
+    for seed in track(pressed(profile.seed + config.first_seed, costs, config), desc="optimum"):
         items = small_load(seed, config)
         found_s = {rule: by_rule(items, costs, config, rule, seed)[0] for rule in rules}
-        least_s = least_worst_tpot_s(items, costs, config.blocks, min(found_s.values()), config.runs)
+        least_s = least_worst_tpot_s(items, costs, config.blocks, min(found_s.values()), config.most_runs)
         if least_s is None:
             undecided.append(seed)
-        else:
-            seeds.append(seed)
-            for rule, seconds in (found_s | {(OPTIMUM, "", ""): least_s}).items():
-                worst_ms[rule].append(round(1e3 * seconds, 4))
-        seed += 1
+            continue
+        seeds.append(seed)
+        for rule, seconds in (found_s | {(OPTIMUM, "", ""): least_s}).items():
+            worst_ms[rule].append(round(1e3 * seconds, 4))
+    if not seeds:
+        raise ProfileError(f"optimum: no search ended within {config.most_runs} runs; allow more, or fewer requests")
     case = {"blocks": config.blocks, "scheduler": "prefill_first", "seeds": seeds, "undecided": undecided}
     rows: Rows = [
         {"victim": victim, "recovery": recovery, "order": order} | case | {"worst_tpot_ms": values}

@@ -42,7 +42,7 @@ RULES = (*VICTIMS, FREED)
 
 
 @dataclass(frozen=True)
-class Recovery:
+class WayBack:
     """How victims come back: a policy for the costs of a run, and whether blocks are written through as they fill."""
 
     policy: Callable[[Costs], PreemptionPolicy]
@@ -50,13 +50,13 @@ class Recovery:
 
 
 RECOVERIES = {
-    "swap": Recovery(lambda costs: make_policy("swap")),
-    "recompute": Recovery(lambda costs: make_policy("recompute")),
-    "cross_point": Recovery(lambda costs: make_policy("cross_point")),
-    "online": Recovery(lambda costs: make_policy("online")),
-    "both_ends": Recovery(BothEnds),
-    "write_through": Recovery(lambda costs: make_policy("swap"), write_through=True),
-    "both_ends_written": Recovery(lambda costs: BothEnds(costs, written_through=True), write_through=True),
+    "swap": WayBack(lambda costs: make_policy("swap")),
+    "recompute": WayBack(lambda costs: make_policy("recompute")),
+    "cross_point": WayBack(lambda costs: make_policy("cross_point")),
+    "online": WayBack(lambda costs: make_policy("online")),
+    "both_ends": WayBack(BothEnds),
+    "write_through": WayBack(lambda costs: make_policy("swap"), write_through=True),
+    "both_ends_written": WayBack(lambda costs: BothEnds(costs, written_through=True), write_through=True),
 }
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
@@ -153,6 +153,11 @@ def league_open(profile: Profile) -> Outcome:
     return cells_of(profile.section("league_open", VictimsConfig), profile.seed)
 
 
+def league_copies(profile: Profile) -> Outcome:
+    """All conversations at once, with blocks written through and recoveries from both ends: see ``cells_of``."""
+    return cells_of(profile.section("league_copies", VictimsConfig), profile.seed)
+
+
 def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] | None = None) -> Outcome:
     """Rows {blocks, scheduler, recovery, victim, order, seeds, and for each of ``MEASURES`` a list by seed}, on the
     costs of CPS's Table 2, the price of a decode step set by the first three draws. ``overrides`` stand for the
@@ -170,6 +175,12 @@ def cells_of(config: VictimsConfig, seed: int, overrides: Mapping[str, Victim] |
         runs = [run_with(loads[seed], costs, case | {"seed": seed}, overrides) for seed in seeds]
         rows.append(case | {"seeds": seeds} | lists_by_seed(runs))
     return Outcome(rows, provenance={"source": SOURCE, "kind": "replayed"})
+
+
+def table_2(seed: int) -> PublishedCosts:
+    """The costs of CPS's Table 2, with the price of a decode step that three draws of its set-up give."""
+    set_up = ReplayedConfig(3, 100, 100, 512, (), ())
+    return PublishedCosts(decode_s=calibrated([drawn(set_up, seed + number) for number in range(3)], set_up.blocks))
 
 
 def run_with(
@@ -257,7 +268,7 @@ def victims_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     names = ("load", "blocks", "scheduler", "recovery", "victim", "order")
     cases = {tuple(({"order": IN_ORDER, "load": ""} | row)[name] for name in names): row for row in rows}
     for (load, blocks, scheduler, recovery, victim, order), case_rows in cases.items():
-        parts = (load, f"{blocks} blocks", order if order != IN_ORDER else "")
+        parts = (load or f"{blocks} blocks", order if order != IN_ORDER else "")
         labels = {"case": ", ".join(filter(None, parts)), "scheduler": scheduler, "policy": recovery, "variant": victim}
         # rows without an order are of before the league, and have less in their summary
         columns = [name for name in MEASURES if name in case_rows and (name != "mean_ttft_ms" or "order" in case_rows)]
