@@ -47,8 +47,8 @@ class OptimumConfig:
     """``seeds`` small loads: the first ``requests`` conversations of a draw that fit ``blocks`` KV blocks, all at once.
 
     Draws are taken from ``first_seed`` on; one in which CPS preempts fewer than ``preemptions`` times is passed over.
-    The search ends after ``most_runs`` runs, and a load that needs more is reported and not counted. Each of ``victims``
-    with each of ``recoveries`` and ``orders`` is held against the optimum.
+    The search ends after ``most_runs`` runs, and a load that needs more is reported and not counted. Each of
+    ``victims`` with each of ``recoveries`` and ``orders`` is held against the optimum.
     """
 
     first_seed: int
@@ -258,13 +258,13 @@ def optimum(profile: Profile) -> Outcome:
     seeds, undecided = [], []
     for seed in track(pressed(profile.seed + config.first_seed, costs, config), desc="optimum"):
         items = small_load(seed, config)
-        found_s = {rule: by_rule(items, costs, config, rule, seed)[0] for rule in rules}
-        least_s = least_worst_tpot_s(items, costs, config.blocks, min(found_s.values()), config.most_runs)
+        rules_s = {rule: by_rule(items, costs, config, rule, seed)[0] for rule in rules}
+        least_s = least_worst_tpot_s(items, costs, config.blocks, min(rules_s.values()), config.most_runs)
         if least_s is None:
             undecided.append(seed)
             continue
         seeds.append(seed)
-        for rule, seconds in (found_s | {(OPTIMUM, "", ""): least_s}).items():
+        for rule, seconds in (rules_s | {(OPTIMUM, "", ""): least_s}).items():
             worst_ms[rule].append(round(1e3 * seconds, 4))
     if not seeds:
         raise ProfileError(f"optimum: no search ended within {config.most_runs} runs; allow more, or fewer requests")
@@ -277,7 +277,7 @@ def optimum(profile: Profile) -> Outcome:
 
 
 def optimum_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """How many times the optimum the worst TPOT of each combination is, the mean and the worst over the loads."""
+    """The worst TPOT of each combination as a multiple of the optimum, the mean and the worst over the loads."""
     summary = Summary()
     (best,) = (row for row in rows if row["victim"] == OPTIMUM)
     summary.add("undecided", {"value": len(best["undecided"]), "n": len(best["seeds"]) + len(best["undecided"])})
@@ -285,7 +285,10 @@ def optimum_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
         labels = {"case": row["order"] or "any", "policy": row["recovery"] or "any", "variant": row["victim"]}
         summary.add("worst_tpot_ms", bootstrap(row["worst_tpot_ms"]).summary("ms"), **labels)
         if row is not best:
-            times = [found / least for found, least in zip(row["worst_tpot_ms"], best["worst_tpot_ms"], strict=True)]
+            times = [
+                rule_ms / least_ms
+                for rule_ms, least_ms in zip(row["worst_tpot_ms"], best["worst_tpot_ms"], strict=True)
+            ]
             summary.add("tpot_worst_x", bootstrap(times).summary("x"), **labels, than=OPTIMUM)
             most = {"value": max(times), "n": len(times), "unit": "x"}
             summary.add("tpot_worst_x", most, **labels, than=OPTIMUM, across="worst")

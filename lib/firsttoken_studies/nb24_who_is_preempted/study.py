@@ -43,7 +43,8 @@ RULES = (*VICTIMS, FREED)
 
 @dataclass(frozen=True)
 class WayBack:
-    """How victims come back: a policy for the costs of a run, and whether blocks are written through as they fill."""
+    """The way in which victims come back: a policy for the costs of a run, and whether blocks are written through as they
+    fill."""
 
     policy: Callable[[Costs], PreemptionPolicy]
     write_through: bool = False
