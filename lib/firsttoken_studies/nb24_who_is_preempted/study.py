@@ -43,8 +43,7 @@ RULES = (*VICTIMS, FREED)
 
 @dataclass(frozen=True)
 class WayBack:
-    """The way in which victims come back: a policy for the costs of a run, and whether blocks are written through as they
-    fill."""
+    """The way in which victims come back: a policy for the costs of a run, and whether blocks are written through."""
 
     policy: Callable[[Costs], PreemptionPolicy]
     write_through: bool = False
