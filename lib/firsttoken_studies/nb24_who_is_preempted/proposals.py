@@ -25,7 +25,7 @@ COSTS = PublishedCosts(
 class Trial:
     """A proposal of ``source`` that lowers ``measure``, a column of ``study.MEASURES``, by ``published_pct``.
 
-    ``requests`` come at once, with prompts of ``prompt`` and answers of ``output`` tokens, drawn evenly from 1 -
+    ``requests`` come at once, with prompts of ``prompt`` and answers of ``output`` tokens, factors evenly from 1 -
     ``spread`` to 1 + ``spread`` times that. Of each pair the first is what the proposal was held against. ``stated``:
     load, pool and batch are the proposal's; else lengths or pool are not published, and are this project's.
     """
@@ -52,10 +52,10 @@ class Trial:
     def measured(self, side: int, seed: int) -> float:
         """The measure of the run with the first or the second of each pair, on the load of ``seed``."""
         rng = random.Random(seed)
-        drawn = [rng.uniform(1 - self.spread, 1 + self.spread) for _ in range(2 * self.requests)]
+        factors = [rng.uniform(1 - self.spread, 1 + self.spread) for _ in range(2 * self.requests)]
         load = [
             Item(0.0, prompt := round(self.prompt * of_prompt), round(self.output * of_output), (0,) * prompt)
-            for of_prompt, of_output in zip(drawn[::2], drawn[1::2], strict=True)
+            for of_prompt, of_output in zip(factors[::2], factors[1::2], strict=True)
         ]
         case = {"blocks": self.blocks, "scheduler": self.scheduler, "recovery": self.recovery, "seed": seed}
         case |= {"victim": self.victims[side], "order": self.orders[side], "watermark": self.watermarks[side]}
@@ -83,7 +83,7 @@ def proposals(profile: Profile) -> Outcome:
 
 
 def proposals_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """By how much each proposal lowers its measure, as published and simulated, and the share of right directions."""
+    """The share by which each proposal lowers its measure, published and simulated, and the share of them that do."""
     summary = Summary()
     for row in rows:
         labels = {"variant": row["source"], "case": row["case"]}
