@@ -43,6 +43,7 @@ ASKS_NOTHING = {
     "fixed_load",
     "reports_on_cards",
     "victims",
+    "proposals",
     "second_card",
     "two_cards",
     "chunk_error",

@@ -41,6 +41,12 @@ LAYERS |= {
     "latency": {"layers"},
     "privacy": {"depths"},
 }
+TRIAL = {
+    **{"source": "vLLM 44594", "case": "a watermark of 0.02", "measure": "preemptions", "published_pct": 62.4},
+    **{"stated": True, "requests": 8, "prompt": 40, "output": 60, "spread": 0.2, "blocks": 20},
+    **{"scheduler": "sarathi 512", "recovery": "recompute", "victims": ["last_admitted", "last_admitted"]},
+    **{"orders": ["in_order", "in_order"], "watermarks": [0.0, 0.3]},
+}
 SMALL = {
     "capacity": {"requests": 6},
     "card_capacity": {
@@ -69,6 +75,7 @@ SMALL = {
     "league": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order", "any_that_fits"]},
     "league_open": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
     "league_copies": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
+    "proposals": {"trials": [TRIAL, TRIAL | {"source": "llama.cpp 184", "victims": ["last_admitted", "longest"]}]},
     "league_elsewhere": {"seeds": 2, "requests": 8, "orders": ["in_order"]},
     "optimum": {"seeds": 2, "preemptions": 1, "orders": ["any_that_fits"]},
     "live_victims": {

@@ -81,11 +81,7 @@ class ModelIdentity:
 
 
 def identify(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    weights: str,
-    adapters: str = "",
-    owner: str = "",
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, weights: str, adapters: str = "", owner: str = ""
 ) -> ModelIdentity:
     """The identity of ``model`` with weights of sha256 ``weights``.
 

@@ -113,13 +113,7 @@ class Swarm:
     """
 
     def __init__(
-        self,
-        model: str,
-        peers: Sequence[str],
-        width: int,
-        access: Access,
-        timeouts: Timeouts,
-        trained: int = 0,
+        self, model: str, peers: Sequence[str], width: int, access: Access, timeouts: Timeouts, trained: int = 0
     ) -> None:
         if not peers:
             raise SwarmError("a swarm is found by one of its servers: name HOST:PORT")

@@ -19,15 +19,7 @@ from firsttoken.assets.adapters import export_adapter
 from firsttoken.assets.corpora import QAItem, boolq_prompts, load_qa, running_text, token_windows
 from firsttoken.assets.needs import CONTEXT, Need, questions_of, text_of
 from firsttoken.progressiveserve.base_model import ServedModel
-from firsttoken.progressiveserve.healing import (
-    LOSSES,
-    Curve,
-    HealingLosses,
-    Teacher,
-    TrainingState,
-    attach,
-    train,
-)
+from firsttoken.progressiveserve.healing import LOSSES, Curve, HealingLosses, Teacher, TrainingState, attach, train
 from firsttoken.progressiveserve.passlayer import pass_layers
 from firsttoken.progressiveserve.quality import AnswerConfig, answer_scores, perplexity, text_scores
 from firsttoken.progressiveserve.recipe import Recipe

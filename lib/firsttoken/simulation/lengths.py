@@ -92,11 +92,6 @@ def replayed(trace: RequestTrace, count: int, seed: int, rate_per_s: float) -> t
         raise CorpusError(f"{count:,} requests of the trace come at once, and no rate spreads them; use a longer trace")
     faster = span_s * rate_per_s / (count - 1)
     return tuple(
-        Item(
-            (request.arrival_s - first_s) / faster,
-            request.prompt_tokens,
-            request.output_tokens,
-            trace.prompt(index),
-        )
+        Item((request.arrival_s - first_s) / faster, request.prompt_tokens, request.output_tokens, trace.prompt(index))
         for index, request in enumerate(taken, begin)
     )

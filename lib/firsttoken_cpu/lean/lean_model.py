@@ -51,11 +51,7 @@ class LeanDecoder(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        **keywords: Any,
+        self, input_ids: Tensor, position_ids: Tensor | None = None, past_key_values: Any = None, **keywords: Any
     ) -> Tensor:
         """``input_ids`` [batch, tokens] -> hidden states [batch, tokens, hidden] after the norm."""
         hidden = self.embed_tokens(input_ids)

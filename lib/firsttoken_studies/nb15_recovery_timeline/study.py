@@ -95,11 +95,7 @@ def recovery_timeline(profile: Profile, *, stage_of: Callable[[int, int, bool], 
 
 
 def _one_timeline(
-    checkpoint: Checkpoint,
-    moves: list[tuple[int, int]],
-    prompt: list[int],
-    profile: Profile,
-    config: TimelineConfig,
+    checkpoint: Checkpoint, moves: list[tuple[int, int]], prompt: list[int], profile: Profile, config: TimelineConfig
 ) -> Rows:
     """The rows of one timeline from cold files, in a process of its own.
 

@@ -61,6 +61,7 @@ RECOVERIES = {
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "prefill_first": {"scheduler": "prefill_first", "prefill_tokens": 2560, "token_budget": 1 << 20},
     "sarathi 512": {"scheduler": "sarathi", "token_budget": 512, "requests": 256},
+    "sarathi 8192, 128 requests": {"scheduler": "sarathi", "token_budget": 8192, "requests": 128},  # as vLLM 44594
 }
 AGED_S = 5.0  # how long others may go ahead of a request under the resume order "aged"
 IN_TIME_S = 10.0, 1.0  # to the first token, and between any two
@@ -192,7 +193,8 @@ def run_with(
     executor = SimulatedExecutor(costs, case["blocks"], **copies)
     victim = victim_of(case["victim"], costs, case["seed"], overrides)
     ordered = {"resume": case.get("order", IN_ORDER), "wait_s": AGED_S}
-    settings = EngineConfig(victim=victim, watermark=0.0, **ordered, **SCHEDULERS[case["scheduler"]])
+    ordered |= {"watermark": case.get("watermark", 0.0)}
+    settings = EngineConfig(victim=victim, **ordered, **SCHEDULERS[case["scheduler"]])
     return seen(executor, settings, recovery.policy(costs), items)
 
 

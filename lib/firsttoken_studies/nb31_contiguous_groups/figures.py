@@ -13,12 +13,7 @@ from firsttoken.study.stats import bootstrap
 from firsttoken_studies.droidspeak import tables
 from firsttoken_studies.droidspeak.published import FIGURE_10_CRITICAL, FIGURE_10_GROUP, FIGURE_11_LAYERS, PAPER_DEPTH
 from firsttoken_studies.droidspeak.styles import METHODS, in_words
-from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import (
-    BOUND,
-    choice_of,
-    critical_of,
-    profiled_groups,
-)
+from firsttoken_studies.nb30_full_reuse_and_sensitivity.profiling import BOUND, choice_of, critical_of, profiled_groups
 from firsttoken_studies.nb30_full_reuse_and_sensitivity.sensitivity import RECOMPUTED, REUSED
 from firsttoken_studies.record.overlay import DrawnResult, legend, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, panels

@@ -12,14 +12,7 @@ import numpy as np
 from firsttoken.droidspeak.profile.pareto import Profiled, smallest_within
 from firsttoken.droidspeak.profile.profile_transfer import select_items
 from firsttoken.study.summary import Entry
-from firsttoken_studies.droidspeak.decoding import (
-    CHOOSE,
-    DROIDSPEAK,
-    JUDGE,
-    OWN,
-    choices_of_samples,
-    decoded_groups,
-)
+from firsttoken_studies.droidspeak.decoding import CHOOSE, DROIDSPEAK, JUDGE, OWN, choices_of_samples, decoded_groups
 from firsttoken_studies.droidspeak.setting import run_of
 from firsttoken_studies.droidspeak.styles import METHODS, in_words, style_of
 from firsttoken_studies.droidspeak.tables import by_run, relative_loss

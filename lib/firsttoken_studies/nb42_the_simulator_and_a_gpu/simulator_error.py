@@ -171,11 +171,7 @@ def as_vllm(costs: Costs, blocks: int, batch: int, token_budget: int, *, share_p
     """The simulator on ``costs`` with ``blocks`` KV blocks and vLLM's settings: at most ``batch`` requests and
     ``token_budget`` tokens a step."""
     settings = EngineConfig(
-        scheduler="sarathi",
-        watermark=0.0,
-        requests=batch,
-        token_budget=token_budget,
-        share_prefixes=share_prefixes,
+        scheduler="sarathi", watermark=0.0, requests=batch, token_budget=token_budget, share_prefixes=share_prefixes
     )
     return Engine(SimulatedExecutor(costs, blocks), settings)
 

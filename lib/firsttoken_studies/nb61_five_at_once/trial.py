@@ -35,11 +35,7 @@ from firsttoken.progressiveserve.checkpoint.manifest import read_manifest
 from firsttoken.progressiveserve.loading.loader import StageLoad
 from firsttoken.progressiveserve.loading.meta_model import MetaModel
 from firsttoken.progressiveserve.loading.views import StageView
-from firsttoken.progressiveserve.staged_serving.stage_versions import (
-    FusedBeside,
-    StagedModelVersion,
-    moving,
-)
+from firsttoken.progressiveserve.staged_serving.stage_versions import FusedBeside, StagedModelVersion, moving
 from firsttoken.progressiveserve.staged_serving.transitions import PrefillAgain
 from firsttoken.study.dtypes import named
 from firsttoken.study.system.cgroup_limits import stay_on

@@ -18,12 +18,7 @@ from firsttoken.assets.decoder_layers import layers_of
 from firsttoken.assets.models import load_model
 from firsttoken.assets.needs import CONTEXT, LAYERS, ModelFacts, Need, check, text_of
 from firsttoken.progressiveserve.base_model import ServedConfig, at_stage, load_base, load_served
-from firsttoken.progressiveserve.distance import (
-    angular_distances,
-    check_size,
-    compute_layer_inputs,
-    resampled_starts,
-)
+from firsttoken.progressiveserve.distance import angular_distances, check_size, compute_layer_inputs, resampled_starts
 from firsttoken.progressiveserve.evaluation import Evaluation, QualityConfig
 from firsttoken.progressiveserve.healing import HealingLosses, Loss, Teacher, answer_loss, distill_loss
 from firsttoken.progressiveserve.quality import Score

@@ -56,11 +56,7 @@ class FirstToken:
 
 
 def sent_pieces(
-    pieces: Mapping[str, CachePiece],
-    group: Group,
-    depth: int,
-    schedule: Schedule,
-    order: SendingOrder = e_cache_first,
+    pieces: Mapping[str, CachePiece], group: Group, depth: int, schedule: Schedule, order: SendingOrder = e_cache_first
 ) -> list[CachePiece]:
     """Return the pieces that ``schedule`` sends, in ``order``.
 

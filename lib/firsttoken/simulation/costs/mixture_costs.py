@@ -37,12 +37,7 @@ def layout(card: str, shape: MixtureShape, gpus: int) -> tuple[int, int]:
 
 
 def mixture_costs(
-    tables: OperatorTables,
-    shape: MixtureShape,
-    split: int,
-    spread: int,
-    *,
-    routing: str = "power_law_1.2",
+    tables: OperatorTables, shape: MixtureShape, split: int, spread: int, *, routing: str = "power_law_1.2"
 ) -> OperatorCosts:
     """The costs of ``shape`` on ``split`` x ``spread`` of the card of ``tables``, and attention split over all of them.
 

@@ -224,16 +224,7 @@ def _stack(ax: Axes, position: float, rows: Rows, shown: DrawnResult, floor: flo
     edge = {"edgecolor": "black", "linewidth": 0.8} if shown.own else {"linewidth": 0}
     for label, parts, colour in PHASES:
         width = _seconds(start, parts)
-        ax.barh(
-            position,
-            width,
-            left=bar_start,
-            color=colour,
-            label=label,
-            height=height,
-            **edge,
-            **shown.style,
-        )
+        ax.barh(position, width, left=bar_start, color=colour, label=label, height=height, **edge, **shown.style)
         bar_start += width
     variant, half = VARIANTS[start["variant"]], 0.6 * height
     # the bytes of an early start move from the first line of the process on
