@@ -122,7 +122,7 @@ class Summary(list[Entry]):
         if (matching := self.get(measure, **labels)) is not None:
             return matching
         wanted, present = named(measure, labels), [named(entry["measure"], entry["where"]) for entry in self]
-        raise FirstTokenError(f"no measure {wanted}; {unknown(wanted, present)}")
+        raise FirstTokenError(f"no measure {wanted}; {unknown(wanted, get_close_matches(wanted, present, 6, 0))}")
 
     def value(self, measure: str, /, **labels: Scalar) -> Any:
         """Return the value of the entry that :meth:`of` finds."""
