@@ -78,6 +78,7 @@ SMALL = {
     "proposals": {"trials": [TRIAL, TRIAL | {"source": "llama.cpp 184", "victims": ["last_admitted", "longest"]}]},
     "league_elsewhere": {"seeds": 2, "requests": 8, "orders": ["in_order"]},
     "optimum": {"seeds": 2, "preemptions": 1, "orders": ["any_that_fits"]},
+    "live_league": {"victims": ["last_arrived", "least_delayed"], "scale": 0.046875},
     "live_victims": {
         "victims": ["last_arrived", "first_arrived"],
         "recoveries": ["swap", "cross_point"],

@@ -227,10 +227,12 @@ def lists_by_seed(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]
 
 @dataclass(frozen=True)
 class LiveVictimsConfig(LiveLoadsConfig):
-    """Settings of the live runs: each of ``victims`` with each of ``recoveries``, in random order."""
+    """Settings of the live runs: each of ``victims`` with each of ``recoveries``, in random order, on the draws from
+    ``first_seed`` on."""
 
     victims: tuple[str, ...]
     recoveries: tuple[str, ...]
+    first_seed: int = 0
 
     section = "live_victims"
 
@@ -240,11 +242,26 @@ class LiveVictimsConfig(LiveLoadsConfig):
             victim_named(name)
 
 
+class LiveLeagueConfig(LiveVictimsConfig):
+    """The same of the rules that lead the league, on other draws."""
+
+    section = "live_league"
+
+
 def victims_live(profile: Profile) -> Outcome:
-    """Measure each victim rule with each recovery on the profile's model on this machine, prefill first; rows as
-    simulated."""
-    config = profile.section("live_victims", LiveVictimsConfig)
-    loaded, seeds = config.load(profile, profile.model), range(profile.seed, profile.seed + config.seeds)
+    """Measure each victim rule with each recovery on this machine: see ``measured_live``."""
+    return measured_live(profile, profile.section("live_victims", LiveVictimsConfig))
+
+
+def league_live(profile: Profile) -> Outcome:
+    """Measure the rules that lead the league on this machine: see ``measured_live``."""
+    return measured_live(profile, profile.section("live_league", LiveLeagueConfig))
+
+
+def measured_live(profile: Profile, config: LiveVictimsConfig) -> Outcome:
+    """Rows as simulated, of the profile's model on this machine, prefill first."""
+    loaded, first_seed = config.load(profile, profile.model), profile.seed + config.first_seed
+    seeds = range(first_seed, first_seed + config.seeds)
     loads = config.loads(loaded, seeds)
     cases = list(product(seeds, config.victims, config.recoveries))
     random.Random(profile.seed).shuffle(cases)
