@@ -196,7 +196,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         for place in (elsewhere, optimum):
             patch.setattr(place, "table_2", lambda seed: PublishedCosts(decode_s=0.03))
         patch.setattr(elsewhere, "recorded_requests", lambda load: [Item(i / 4, 900 + i, 40) for i in range(12)])
-        patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 600, 160, (0,) * 600)] * 3)
+        patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 520, 160, (0,) * 520)] * 3)
         patch.setattr(live_peer, "turn", asked_peer)
         for compared in (simulator_error, chunk_error):
             patch.setattr(compared, "downloaded", lambda name: folder)

@@ -34,12 +34,11 @@ from transformers import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
-from firsttoken.engine.preemption.victims import VICTIMS  # noqa: E402
 from firsttoken.engine.swap.host_pool import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
 from firsttoken_extras.vllm_cross_point.connector import KVBlocksOnHost  # noqa: E402
 from firsttoken_extras.vllm_cross_point.scheduler import CrossPointScheduler  # noqa: E402
-from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402
+from firsttoken_extras.vllm_cross_point.settings import VICTIM_RULES, supported_cache  # noqa: E402
 
 BLOCK_TOKENS = 32
 CONTEXT = 256
@@ -208,7 +207,7 @@ def victims(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("resume", ["last_preempted_first", "in_order"])
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", VICTIM_RULES)
 def test_each_rule_picks_its_victim_and_changes_no_token(
     model: Path, unconstrained: list, victims: list, victim: str, resume: str
 ) -> None:
