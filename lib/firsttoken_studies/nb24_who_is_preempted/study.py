@@ -243,7 +243,7 @@ class LiveVictimsConfig(LiveLoadsConfig):
 
 
 class LiveLeagueConfig(LiveVictimsConfig):
-    """The same of the rules that lead the league, on other draws."""
+    """Settings of the live runs of the rules that lead the league, on other draws."""
 
     section = "live_league"
 
