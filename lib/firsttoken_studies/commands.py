@@ -281,7 +281,7 @@ def add_options(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     added.add_argument("kind", choices=KINDS, help="what it decides; examples are in CONTRIBUTING.md, 'Add a policy'")
     own_options = (
         "your Python file, with one subclass of Scheduler, PreemptionPolicy, Transition or Rebalancing, or with one"
-        " function (victim, layers); a token budget may follow the file of a scheduler, as in 'mine.py 1024'"
+        " function (victim, resume, layers); a token budget may follow the file of a scheduler, as in 'mine.py 1024'"
     )
     added.add_argument("file", metavar="FILE", help=own_options)
     draws = "how many random workloads to run; more give narrower intervals (default: 5)"

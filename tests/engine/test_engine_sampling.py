@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
+from listening import Listening
 from plain_tokens import generated
 
+from firsttoken.engine.preemption import Action
+from firsttoken.engine.preemption.victims import VICTIMS
 from firsttoken.engine.request import Request, Sampling, ScheduledChunk
 from firsttoken.engine.sampling import next_tokens
 from firsttoken.study.errors import RequestError
@@ -105,6 +109,20 @@ def test_company_and_preemption_change_no_draw(lab, llama, alone, blocks: int, p
     assert outputs[::2] == alone
     assert outputs[1::2] == [list(one.answer) for one in llama.known[-5:]]
     assert bool(run.trace.recoveries) == (blocks == 26 and scheduler == "prefill_first")
+
+
+@pytest.mark.parametrize("victim", sorted(VICTIMS))
+def test_no_victim_and_no_way_back_changes_a_draw(lab, llama, alone, victim: str) -> None:
+    """With swap, recompute and both ends in turn, and blocks written through under every other rule."""
+    turns, written = cycle(Action), len(victim) % 2 == 0
+    policy = Listening(lambda tokens: next(turns))
+    run = lab.live(llama.model, 26, host_blocks=200, policy=policy, victim=victim, write_through=written)
+    for one, sampling in zip(llama.known[-5:], SAMPLED, strict=True):
+        run.submit(one.prompt, sampling, 0.0)
+        run.submit(one.prompt, Sampling(24), 0.0)
+    outputs = run.finish()
+    assert outputs[::2] == alone and outputs[1::2] == [list(one.answer) for one in llama.known[-5:]]
+    assert {recovery.action for recovery in run.trace.recoveries} == set(Action)
 
 
 def test_an_answer_in_two_requests(lab, llama, alone) -> None:

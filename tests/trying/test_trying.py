@@ -13,6 +13,7 @@ import pytest
 from firsttoken.__main__ import main
 from firsttoken.assets.lock import load_lock
 from firsttoken.engine.preemption import PREEMPTION
+from firsttoken.engine.preemption.resume import RESUME
 from firsttoken.engine.preemption.victims import VICTIM, VICTIMS
 from firsttoken.petals.routing import Reachable
 from firsttoken.sarathi.policy import SCHEDULER
@@ -31,6 +32,7 @@ TINY = {
     "scheduler": ["capacity.requests=12"],
     "preemption": ["replayed.short=6", "replayed.long=6", "replayed.blocks=160"],
     "victim": ["replayed.short=6", "replayed.long=6", "replayed.blocks=160"],
+    "resume": ["replayed.short=6", "replayed.long=6", "replayed.blocks=160"],
     "placement": ["churn.servers=10", "churn.depth=12", "churn.events=1"],
     "layers": ["distance.tokens=16"],
 }
@@ -44,6 +46,7 @@ ASKED: dict[str, tuple[PolicyKind, str, Callable]] = {  # a file with a body to 
         lambda mine: mine().choose(100, 0.0),
     ),
     "victim": (VICTIM, "def mine(*asked):\n    {}", lambda mine: mine([object()])),
+    "resume": (RESUME, "def mine(*asked):\n    {}", lambda mine: mine(object())),
     "transition": (
         TRANSITION,
         "from firsttoken.progressiveserve.staged_serving.transitions import Transition\n"
@@ -86,7 +89,7 @@ def test_every_kind_has_an_example() -> None:
 def test_the_examples_of_the_page_run_beside_their_siblings(
     write, capsys, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    needs = {"scheduler", "preemption", "victim", "layers"}
+    needs = {"scheduler", "preemption", "victim", "resume", "layers"}
     if kind in needs and any(asset.missing() for asset in load_lock()):
         pytest.skip("assets are not fetched; run `firsttoken fetch`")
     monkeypatch.setattr(transition, "TOKENS", 32)

@@ -21,6 +21,7 @@ from firsttoken.engine.executor import Executor
 from firsttoken.engine.live_executor import LiveExecutor
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
 from firsttoken.engine.preemption.preemption_policy import Action
+from firsttoken.engine.preemption.resume import ResumeOrder
 from firsttoken.engine.preemption.victims import VICTIM, Victim, victim_named
 from firsttoken.engine.schedulers.scheduler import Scheduler
 from firsttoken.engine.simulated import SimulatedExecutor
@@ -258,7 +259,7 @@ def run_replayed(
     costs: Costs,
     policy: PreemptionPolicy,
     blocks: int,
-    resume: str = "in_order",
+    resume: str | ResumeOrder = "in_order",
     victim: str | Victim = "last_arrived",
     scheduler: str | type[Scheduler] = "prefill_first",
 ) -> dict[str, Any]:

@@ -11,6 +11,7 @@ KINDS = {  # what `firsttoken try` takes, and the module that tries it
     "scheduler": "scheduler",
     "preemption": "replay",
     "victim": "replay",
+    "resume": "replay",
     "transition": "transition",
     "placement": "placement",
     "layers": "layers",

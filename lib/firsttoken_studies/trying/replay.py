@@ -1,4 +1,4 @@
-"""What becomes of a preempted request, and who is preempted: CPS's workload on the costs of its Table 2."""
+"""What becomes of a preempted request, who is preempted and who comes back first: CPS's workload on its Table 2."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from firsttoken.cps.policies import make_policy
 from firsttoken.engine.preemption import PREEMPTION, PreemptionPolicy
+from firsttoken.engine.preemption.resume import AGED, RESUME, RESUME_ORDERS, ResumeOrder
 from firsttoken.engine.preemption.victims import VICTIM, VICTIMS
 from firsttoken.engine.schedulers.sarathi import PrefillFirst
 from firsttoken.sarathi.checked_scheduler import watched
@@ -38,6 +39,16 @@ def tried_victim(path: str, profile: Profile, draws: range) -> TrialTable:
         return lambda costs: {"policy": make_policy("cross_point"), "victim": victim}
 
     return _replayed(path, VICTIM, options, {name: options(name) for name in VICTIMS}, profile, draws)
+
+
+def tried_resume(path: str, profile: Profile, draws: range) -> TrialTable:
+    """Try the reader's order of coming back, in which any that fits goes ahead of one that does not."""
+
+    def options(order: ResumeOrder) -> Options:
+        return lambda costs: {"policy": make_policy("cross_point"), "resume": order}
+
+    siblings = {name: options(order) for name, order in RESUME_ORDERS.items() if name != AGED}
+    return _replayed(path, RESUME, lambda turn: options(ResumeOrder(lambda *_: True, turn)), siblings, profile, draws)
 
 
 def _replayed(

@@ -10,6 +10,7 @@ from typing import Any
 from firsttoken.engine.request import Request
 from firsttoken.study.errors import ProfileError
 from firsttoken.study.parsing.schema import unknown
+from firsttoken.study.policy_file import PolicyKind
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,18 @@ RESUME_ORDERS: dict[str, ResumeOrder] = {
 }
 
 
-def resume_order_named(name: str) -> ResumeOrder:
-    """Return the resume order of that name. Raises ProfileError for a name that is unknown."""
+RESUME = PolicyKind(
+    "resume order",
+    None,
+    "write one function of a preempted request that returns a number; the request with the least comes back first",
+    {"": lambda turn, *_: "" if isinstance(turn, (int, float)) else f"a turn must be a number, not {turn!r:.60}"},
+)
+
+
+def resume_order_named(name: str | ResumeOrder) -> ResumeOrder:
+    """Return the resume order of that name, or one's own. Raises ProfileError for a name that is unknown."""
+    if isinstance(name, ResumeOrder):
+        return name
     if name not in RESUME_ORDERS:
         raise ProfileError(f"engine: no resume order {name!r}; {unknown(name, RESUME_ORDERS)}")
     return RESUME_ORDERS[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from firsttoken.engine.preemption.resume import AGED, IN_ORDER, resume_order_named
+from firsttoken.engine.preemption.resume import AGED, IN_ORDER, ResumeOrder, resume_order_named
 from firsttoken.study.errors import ProfileError
 
 
@@ -13,18 +13,17 @@ from firsttoken.study.errors import ProfileError
 class SchedulerConfig:
     """The limits of a step: what it may hold, and how long it may take.
 
-    ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone).
-
-    ``resume`` names the order in which preempted requests come back (vLLM: in order). Schedulers that cut prompts
+    ``requests`` run at once, ``prefill_tokens`` are prefilled in one step (a longer prompt goes alone). ``resume`` is
+    the order in which preempted requests come back, by name (vLLM: in order) or one's own. Schedulers that cut prompts
     process ``token_budget`` tokens a step at most, or what ``tbt_s`` (seconds between two tokens of a request) and
-    ``ttft_s`` (to its first) leave.
-    ``wait_s`` is how long others may go ahead of a request, under a scheduler that prefers short prompts and the resume
-    order "aged". Raises ProfileError for an unknown name, what is below 1, or no time.
+    ``ttft_s`` (to its first) leave. ``wait_s`` is how long others may go ahead of a request, under a scheduler that
+    prefers short prompts and the resume order "aged". Raises ProfileError for an unknown name, what is below 1, or no
+    time.
     """
 
     requests: int = 256
     prefill_tokens: int = 2048
-    resume: str = IN_ORDER
+    resume: str | ResumeOrder = IN_ORDER
     token_budget: int = 512
     tbt_s: float = math.inf
     ttft_s: float = math.inf
