@@ -23,7 +23,7 @@ LABELS = {
     "most_remaining": "most tokens to say",
     "least_remaining": "fewest tokens to say",
     "least_expected": "fewest tokens expected to come",
-    "least_delayed": "the one that a pause delays least a token (ours)",
+    "least_delayed": "least time a token after a pause (ours)",
     "most_blocks_for_its_work": "most blocks a token, most to come (vLLM 56897)",
     FREED: "most blocks freed for its cost",
     RANDOM: "drawn at random",
