@@ -50,6 +50,13 @@ def test_a_weaker_bound_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [least_ms(load) for load in LOADS] == pytest.approx(exact, abs=1e-6)
 
 
+def test_states_that_are_told_apart_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is left out because another stood where it stands: each state is its own."""
+    exact = [least_ms(load) for load in LOADS[:2]]
+    monkeypatch.setattr(study, "_state", lambda scheduler, requests: (object(),))
+    assert [least_ms(load) for load in LOADS[:2]] == pytest.approx(exact, abs=1e-6)
+
+
 def test_a_search_that_does_not_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert least_worst_tpot_s(LOADS[1], COSTS, CONFIG.blocks, 1.0, 3) is None
     monkeypatch.setattr(study, "small_load", lambda seed, config: [Item(0.0, 20, 5, (0,) * 20)])

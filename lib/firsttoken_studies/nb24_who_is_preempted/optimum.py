@@ -236,7 +236,7 @@ def by_rule(
 
 def pressed(first_seed: int, costs: Costs, config: OptimumConfig) -> list[int]:
     """The seeds from ``first_seed`` on whose load has as many preemptions under CPS as the profile asks. Raises
-    ProfileError where one in fifty has."""
+    ProfileError where fewer than one in fifty have."""
     seeds = []
     for seed in range(first_seed, first_seed + 50 * config.seeds):
         if by_rule(small_load(seed, config), costs, config, CPS_RULE, seed)[1] >= config.preemptions:

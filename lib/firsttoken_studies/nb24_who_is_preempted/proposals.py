@@ -16,16 +16,15 @@ from firsttoken.study.summary import Summary
 from firsttoken_studies.nb24_who_is_preempted.study import check_rules, run_with
 from firsttoken_studies.record.results import Outcome, Rows
 
-COSTS = PublishedCosts(
-    decode_s=0.03
-)  # CPS's Table 2: another model and card, on which a count of preemptions hangs little
+# CPS's Table 2: another model and card than the proposals', on which a count of preemptions hangs little
+COSTS = PublishedCosts(decode_s=0.03)
 
 
 @dataclass(frozen=True)
 class Trial:
     """A proposal of ``source`` that lowers ``measure``, a column of ``study.MEASURES``, by ``published_pct``.
 
-    ``requests`` come at once, with prompts of ``prompt`` and answers of ``output`` tokens, factors evenly from 1 -
+    ``requests`` come at once, with prompts of ``prompt`` and answers of ``output`` tokens, drawn evenly from 1 -
     ``spread`` to 1 + ``spread`` times that. Of each pair the first is what the proposal was held against. ``stated``:
     load, pool and batch are the proposal's; else lengths or pool are not published, and are this project's.
     """
