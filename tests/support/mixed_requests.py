@@ -81,12 +81,16 @@ async def ask(port: int, draw: random.Random) -> str:
 
 
 async def wave(port: int, requests: int, seed: int) -> Counter[str]:
-    """So many requests, ``AT_ONCE`` at a time, and how they ended."""
-    draw, ends, left = random.Random(seed), Counter(), iter(range(requests))
+    """So many requests, ``AT_ONCE`` at a time, and how they ended.
+
+    Each has a generator of its own, so that what it asks is the same whatever order the clients come in.
+    """
+    ends: Counter[str] = Counter()
+    left = iter(range(requests))
 
     async def client() -> None:
-        for _ in left:
-            ends[await asyncio.wait_for(ask(port, draw), 120)] += 1
+        for number in left:
+            ends[await asyncio.wait_for(ask(port, random.Random(f"{seed} {number}")), 120)] += 1
 
     await asyncio.gather(*(client() for _ in range(AT_ONCE)))
     return ends
