@@ -48,7 +48,6 @@ ASKS_NOTHING = {
     "two_cards",
     "chunk_error",
     "swarm_churn",
-    "five_at_once_simulated",  # whose windows are those of five_at_once
 }  # of a model or of data
 CASES = [
     (name, profile)

@@ -74,7 +74,6 @@ from firsttoken_studies.nb45_beside_vllm import study as live_peer
 from firsttoken_studies.nb46_on_the_stated_gpus import host_time, operator_error, paper_cards
 from firsttoken_studies.nb56_a_start_that_borrows import borrowed_start as borrowed
 from firsttoken_studies.nb56_a_start_that_borrows import fetch_trial
-from firsttoken_studies.nb61_five_at_once import simulated as five_simulated
 from firsttoken_studies.nb61_five_at_once import study as five
 from firsttoken_studies.progressiveserve.coldstart import checkpoints, harness
 from firsttoken_studies.record.claims import load_claims
@@ -166,8 +165,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(borrowed, "own_request", lambda *_: nullcontext(Busy()))
         patch.setattr(fetch_trial, "fetchers", lending)
         patch.setattr(five, "warm_server", counted_lender)
-        for place in (five, five_simulated):
-            patch.setattr(place, "conversations", short_conversations)
+        patch.setattr(five, "conversations", short_conversations)
         for place in (coldstart, layer_sweep, bitplane_starts, first_answers, burst):
             patch.setattr(place, "disk_speed", lambda read: 100.0)
         for place in ("converted", "_from_hub"):

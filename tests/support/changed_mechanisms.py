@@ -212,14 +212,6 @@ def half_of_the_layers(groups: Any, bound: float, choosing: Any, judging: Any) -
     return sorted(groups, key=lambda profiled: len(profiled.group))[len(groups) // 2].group, 0.0
 
 
-# In windows this small the card takes as long for any group, and rates are those of a live window: the figure moved by
-# their noise alone, which failed where two of them were equal. What is held is that the study calls the rule.
-@changed("five_at_once_simulated", "group_now")
-def everything_again(group: Group, edges: tuple[int, ...], arrived_layers: int, depth: int) -> Group:
-    """Take nothing of the other model's cache, however many layers have come."""
-    return Group(0, depth)
-
-
 @changed("pipelined_loading", "order", pipelined_loading.ttft_by_link)
 def e_cache_last(edge: Sequence[str], layers: Sequence[int]) -> list[str | int]:
     return [*layers, *edge]

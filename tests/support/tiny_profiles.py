@@ -99,7 +99,6 @@ SMALL = {
     "drafts": {"chats": 2, "chat_tokens": 12, "problems": 2, "short_tokens": 10, "batch": 2},
     "burst": {"waiting": 3, "tokens": 3},
     "waits": {"search": 2, "judge": 2, "tokens": 3, "tried": 2, "splits": ["8 bits", "4 bits"], "budgets": ["5 bits"]},
-    "five_simulated": {"requests": 6, "prefixes": 2},
     "survival": {
         "tokens": 5,
         "prompt_tokens": 8,

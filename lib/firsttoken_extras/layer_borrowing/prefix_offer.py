@@ -37,24 +37,19 @@ def group_at(group: Group, edges: tuple[int, ...], first_borrowed: int, depth: i
     return Group(max((edge for edge in edges if edge <= highest), default=0), depth)
 
 
-GroupRule = Callable[[Group, tuple[int, ...], int, int], Group]
-
-
 @dataclass(frozen=True)
 class PrefixOffer:
     """A sender's stored beginning of a request: ``source_of`` makes a source for any group that begins at one of the
-    ``edges``, layers that the sender kept hidden states at; ``group`` is the one that the pair of models wants.
-    ``rule`` says which one is computed again meanwhile."""
+    ``edges``, layers that the sender kept hidden states at; ``group`` is the one that the pair of models wants."""
 
     group: Group
     edges: tuple[int, ...]
     source_of: Callable[[Group], KVSource]
-    rule: GroupRule = group_at
 
     def source_at(self, first_borrowed: int, depth: int) -> tuple[KVSource | None, str]:
         """Return the source that a request takes where the first ``first_borrowed`` of ``depth`` layers are here, or
         None and why."""
-        group = self.rule(self.group, self.edges, first_borrowed, depth)
+        group = group_at(self.group, self.edges, first_borrowed, depth)
         if len(group) == depth:
             return (
                 None,

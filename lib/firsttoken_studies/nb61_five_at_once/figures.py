@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from firsttoken_studies.nb61_five_at_once.study import ALL, ARMS, LIVE, NONE, TWIN, goodput
+from firsttoken_studies.nb61_five_at_once.study import ALL, ARMS, NONE, goodput
 from firsttoken_studies.nb61_five_at_once.trial import IDEAS
 from firsttoken_studies.record.overlay import name_results, over
 from firsttoken_studies.record.plot import COLOURS, Axes, Figure, categories, panels
-from firsttoken_studies.record.results import Result, Rows, Table, rows_where
+from firsttoken_studies.record.results import Result, Table, rows_where
 from firsttoken_studies.record.schematic import Schematic
-from firsttoken_studies.record.show import cells, interval
+from firsttoken_studies.record.show import cells
 
 
 def schematic() -> Schematic:
@@ -105,61 +105,6 @@ def missed(recorded: Result | None, now: Result) -> Figure:
     lost = [(recorded or now).summary.get("goodput_lost_per_s", variant=ALL, than=f"without {idea}") for idea in IDEAS]
     sure = sum(entry.get("low", 0) > 0 for entry in lost if entry)
     ax.set_title(f"{sure} of {len(IDEAS)} ideas are missed for sure when they are left out", loc="left", fontsize=11)
-    name_results(fig, drawn_over)
-    return fig
-
-
-ERRORS = {"goodput": "goodput", "first_token": "first token", "ttft_p50": "P50 TTFT", "ttft_p95": "P95 TTFT"}
-ERRORS |= {"tbt_p99": "P99 TBT"}
-
-
-def error_rows(result: Result) -> Rows:
-    """A line an arm: goodput live and simulated, and by how much the simulated windows are off, in percent; the last
-    two are the median over the arms and the worst arm, without signs."""
-    summary, labels = result.summary, {"source": TWIN, "than": LIVE}
-
-    def off(**condition: str) -> dict[str, str]:
-        entries = {label: summary.get(f"{name}_off_pct", **condition, **labels) for name, label in ERRORS.items()}
-        return {f"{label} off, %": f"{entry['value']:+.0f}" if entry else "" for label, entry in entries.items()}
-
-    rows = [
-        {"arm": arm}
-        | {f"{source}, requests/s": interval(entry, 2) for source, entry in zip((LIVE, TWIN), both, strict=True)}
-        | off(variant=arm)
-        for arm in ARMS
-        if all(both := [summary.get("goodput_per_s", variant=arm, source=source) for source in (LIVE, TWIN)])
-    ]
-    return rows + [{"arm": across} | off(across=across) for across in ("median", "worst")]
-
-
-def simulated(recorded: Result | None, now: Result) -> Figure:
-    """Goodput by arm: live beside simulated on this machine, and simulated on the card."""
-    fig, axes = panels(1, 2, figsize=(10, 4.8), sharey=True)
-    twin = over(None, recorded or now)[0]
-    for look, source, aside in (("measured", LIVE, -0.15), ("other", TWIN, 0.15)):
-        for position, arm in enumerate(ARMS):
-            entry = twin.result.summary.get("goodput_per_s", variant=arm, source=source)
-            twin.point(axes[0], position + aside, entry, look, along="x", label=None if position else source)
-    axes[0].legend(loc="lower left")
-    drawn_over = over(recorded, now)
-    for shown in (result for result in drawn_over if result.library):
-        for position, arm in enumerate(ARMS):
-            before, entry = (
-                result.summary.get("goodput_per_s", variant=arm, source=TWIN) for result in (now, shown.result)
-            )
-            shown.point(axes[0], position + 0.3, None if before == entry else entry, "other", along="x")
-    for shown in drawn_over:
-        card = shown.result.parameters["five_simulated"]["card"]
-        for position, arm in enumerate(ARMS):
-            entry = shown.result.summary.get("goodput_per_s", variant=arm, machine=card, source=TWIN)
-            shown.point(axes[1], position + shown.shift, entry, "other", along="x")
-    axes[0].set_title("SmolLM2-135M here: live and simulated", loc="left", fontsize=11)
-    axes[1].set_title("An 8B model on a GPU that is not here: simulated", loc="left", fontsize=11)
-    categories(axes[0], ARMS, 0.4)
-    for ax in axes:
-        ax.set_xlim(left=0)
-        ax.set_xlabel("requests within both objectives, a second")
-    fig.suptitle("The simulated arms stand nearly in the order of the live ones; on a GPU other ideas count")
     name_results(fig, drawn_over)
     return fig
 

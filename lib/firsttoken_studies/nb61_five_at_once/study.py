@@ -44,7 +44,6 @@ from firsttoken_studies.record import code
 from firsttoken_studies.record.results import Outcome, Rows
 
 NONE, ALL, WARM = "none", "all", "warm"
-LIVE, TWIN = "live", "simulated"
 ARMS: dict[str, tuple[str, ...]] = {
     NONE: (),
     **{f"only {idea}": (idea,) for idea in IDEAS},
@@ -377,7 +376,7 @@ def five_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
     return summary
 
 
-def compared(summary: Summary, by_arm: Mapping[str, Mapping[int, float]], **labels: str) -> None:
+def compared(summary: Summary, by_arm: Mapping[str, Mapping[int, float]]) -> None:
     """Add what all five have above the best single idea in ``by_arm``, goodput by arm and seed, and what is lost
     without each."""
     if ALL not in by_arm:
@@ -387,13 +386,13 @@ def compared(summary: Summary, by_arm: Mapping[str, Mapping[int, float]], **labe
     if singles and (best := max(singles, key=means.__getitem__)) and means[best]:
         pairs = np.array([[by_arm[ALL][seed], by_arm[best][seed]] for seed in by_arm[ALL]])
         above = bootstrap(pairs, lambda sample: float(np.divide(*sample.mean(0)) - 1))
-        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single", **labels)
+        summary.add("goodput_above_pct", above.summary("%", 100), variant=ALL, than="best single")
     lost = []
     for idea in IDEAS:
         if (arm := f"without {idea}") in by_arm:
             differences = [by_arm[ALL][seed] - by_arm[arm][seed] for seed in by_arm[ALL]]
             entry = bootstrap(differences).summary("requests/s")
-            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm, **labels))
+            lost.append(summary.add("goodput_lost_per_s", entry, variant=ALL, than=arm))
     if lost:
         worst = min(lost, key=lambda lost_entry: lost_entry["value"])
-        summary.add("goodput_lost_per_s", worst, variant=ALL, across="worst", **labels)
+        summary.add("goodput_lost_per_s", worst, variant=ALL, across="worst")

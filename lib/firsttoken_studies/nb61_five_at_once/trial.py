@@ -108,11 +108,19 @@ class ColdReplica(Protocol):
         """Give back the leases and memory that the replica holds."""
 
 
-class GrowingReplica:
-    """A replica whose requests move to the stages that its ``engine`` grows by. At each stage a request takes the whole
-    of what a sender offers, and computes the group again."""
+class StagedReplica:
+    """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
+    the next stage between two steps. At each stage a request takes the whole of what a sender offers, and computes the
+    group again."""
 
-    engine: Engine
+    def __init__(
+        self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
+    ) -> None:
+        self._executor, self._fused = executor, FusedBeside()
+        executor.version = self._last = self._version(first)
+        self._last.decoder.pack_head()
+        self.engine = Engine(executor, config, policy=policy)
+        self.stages: queue.SimpleQueue[StageView | Exception] = queue.SimpleQueue()
 
     def submit(
         self,
@@ -125,20 +133,6 @@ class GrowingReplica:
         """Take a request that moves with the stages. Raises RequestError as ``Engine.submit``."""
         source = None if offer is None else offer.source_of(offer.group)
         return self.engine.submit(prompt, sampling, arrival_s, moves=True, source=source)
-
-
-class StagedReplica(GrowingReplica):
-    """A replica that computes with a stage of its model as soon as that is whole and fused, and moves open requests to
-    the next stage between two steps."""
-
-    def __init__(
-        self, executor: LiveExecutor, first: StageView, config: EngineConfig, policy: PreemptionPolicy
-    ) -> None:
-        self._executor, self._fused = executor, FusedBeside()
-        executor.version = self._last = self._version(first)
-        self._last.decoder.pack_head()
-        self.engine = Engine(executor, config, policy=policy)
-        self.stages: queue.SimpleQueue[StageView | Exception] = queue.SimpleQueue()
 
     def step(self) -> list[tuple[Request, int]]:
         """Take over a stage that has come, and process one batch. Raises what ended the load."""

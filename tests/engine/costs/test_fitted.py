@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from firsttoken.engine.costs.fitted import FittedCosts, StepSample, SwapSample, fit_costs
-from firsttoken.study.errors import CorpusError, ProfileError
+from firsttoken.study.errors import CorpusError
 
 KNOWN = FittedCosts(
     step=4e-3,
@@ -62,12 +61,6 @@ def test_an_empty_step_is_free_and_padding_pays_for_the_longest() -> None:
     assert KNOWN.step_s([], []) == 0
     padded = KNOWN.step_s([], [10, 1000]) - KNOWN.step_s([], [505, 505])
     assert padded == pytest.approx(KNOWN.padded_token * 2 * (1000 - 505))
-
-
-def test_json_and_back() -> None:
-    assert FittedCosts.from_dict(json.loads(json.dumps(asdict(KNOWN)))) == KNOWN
-    with pytest.raises(ProfileError, match="fitted costs: unknown key 'swap'"):
-        FittedCosts.from_dict(asdict(KNOWN) | {"swap": 1.0})
 
 
 def test_too_little_or_no_time_is_refused() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from firsttoken.engine.costs.cost_model import Costs, step_parts
 from firsttoken.study.errors import CorpusError
-from firsttoken.study.profile import build_config
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,6 @@ class FittedCosts(Costs):
 
     def swap_in_s(self, tokens: int) -> float:
         return self.in_fixed + self.in_token * tokens
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> FittedCosts:
-        """Read what ``dataclasses.asdict`` gave. Raises ProfileError for an unknown or missing price."""
-        return build_config(cls, values, location="fitted costs")
 
 
 def fit_costs(steps: Sequence[StepSample], swaps: Sequence[SwapSample]) -> FittedCosts:
