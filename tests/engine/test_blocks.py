@@ -62,12 +62,13 @@ class Pool(RuleBasedStateMachine):
         self.kept = [key for key in self.kept if self.pool.find([key])[0] not in blocks]
         self.pool.withdraw(blocks)
 
-    @rule(blocks=consumes(owners))
-    def give(self, blocks: list[int]) -> None:
-        self.pool.release(blocks)
+    @rule(blocks=consumes(owners), first_out=st.booleans())
+    def give(self, blocks: list[int], first_out: bool) -> None:
+        self.pool.release(blocks, first_out=first_out)
         self.out -= Counter(blocks)
         held = {self.pool.find([key])[0]: key for key in self.kept}
-        self.idle += [held[block] for block in reversed(blocks) if block in held and not self.out[block]]
+        given = [held[block] for block in reversed(blocks) if block in held and not self.out[block]]
+        self.idle = given + self.idle if first_out else self.idle + given
         if gone := [block for block in blocks if not self.out[block]]:
             with pytest.raises(RequestError, match="nobody has it"):
                 self.pool.release(gone)

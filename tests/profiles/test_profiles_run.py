@@ -62,7 +62,7 @@ from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
 from firsttoken_studies.nb18_what_a_draft_is_worth import burst, first_answers, waiting
 from firsttoken_studies.nb18_what_a_draft_is_worth import study as drafted
 from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
-from firsttoken_studies.nb24_who_is_preempted import elsewhere, optimum
+from firsttoken_studies.nb24_who_is_preempted import cards, elsewhere, optimum
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse_training
 from firsttoken_studies.nb33_latency_and_quality import reuse_methods
@@ -191,7 +191,7 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
             patch.setattr(place, "lengths", lambda source: np.array([[30, 8], [60, 12]] * 10))
         for searching in (bench, paper_cards):
             patch.setattr(searching, "capacity", one_trial)
-        for place in (elsewhere, optimum):
+        for place in (cards, elsewhere, optimum):
             patch.setattr(place, "table_2", lambda seed: PublishedCosts(decode_s=0.03))
         patch.setattr(elsewhere, "recorded_requests", lambda load: [Item(i / 4, 900 + i, 40) for i in range(12)])
         patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 520, 160, (0,) * 520)] * 3)

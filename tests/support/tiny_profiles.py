@@ -77,6 +77,8 @@ SMALL = {
     "league_copies": {"seeds": 2, "short": 4, "long": 4, "orders": ["in_order"]},
     "proposals": {"trials": [TRIAL, TRIAL | {"source": "llama.cpp 184", "victims": ["last_admitted", "longest"]}]},
     "league_elsewhere": {"seeds": 2, "requests": 8, "orders": ["in_order"]},
+    "league_cards": {"seeds": 2, "short": 4, "long": 4, "cards": ["table-2"], "recoveries": ["recompute"]},
+    "league_agents": {"seeds": 2, "sessions": 4, "cards": ["table-2"], "tools": ["mixed"]},
     "optimum": {"seeds": 2, "preemptions": 1, "orders": ["any_that_fits"]},
     "live_league": {"victims": ["last_arrived", "least_delayed"], "scale": 0.046875},
     "live_victims": {

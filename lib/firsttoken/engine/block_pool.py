@@ -60,15 +60,17 @@ class BlockPool:
             self._owners[block] += 1
         return taken
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Raises RequestError for one that was not taken: two owners would share its keys."""
-        for block in reversed(list(blocks)):  # of a prefix, the end is evicted first
+    def release(self, blocks: Iterable[int], *, first_out: bool = False) -> None:
+        """Give blocks back; with ``first_out`` those with a key are evicted before all others. Raises RequestError for
+        one that was not taken: two owners would share its keys."""
+        for block in list(blocks) if first_out else reversed(list(blocks)):  # of a prefix, the end is evicted first
             if not 0 <= block < self.count or not self._owners[block]:
                 raise RequestError(f"block pool: block {block} was given back, but nobody has it")
             self._owners[block] -= 1
             if not self._owners[block]:
                 if block in self._keys:
                     self._evictable[block] = None
+                    self._evictable.move_to_end(block, last=not first_out)
                 else:
                     self._blank.append(block)
 

@@ -318,7 +318,7 @@ class Engine:
     def advance(self) -> None:
         """Take one step, and in a simulation those after it that are alike, up to one in which a request ends."""
         self.step()
-        self._fast_forward()
+        self.leap()
 
     def run(self) -> None:
         """Step until no request is open; a simulation takes steps that are alike at once. Raises the ``failure`` of the
@@ -326,12 +326,13 @@ class Engine:
         with without_garbage_collection() if isinstance(self.executor, SimulatedExecutor) else nullcontext():
             while self.busy:
                 self.step()
-                while self._fast_forward():
+                while self.leap():
                     pass
         if failed := self.failed():
             raise failed[0].failure
 
-    def _fast_forward(self) -> bool:
+    def leap(self) -> bool:
+        """In a simulation take the coming steps that are alike at once; return whether there was any."""
         return self._all_decoded and fast_forward(self, self._coming[0][0][0] if self._coming else math.inf)
 
     def failed(self) -> list[Request]:

@@ -72,21 +72,29 @@ def with_ids(items: Sequence[Item], vocabulary: int, seed: int = 0) -> tuple[Ite
 class Arrivals:
     """The rate at which requests arrive, by a Poisson process; inf is all at once, as the report has it (4.1).
 
-    Raises RequestError for a rate that is not above 0.
+    With a ``burstiness`` other than 1 the gaps have a gamma distribution of that shape, as in vLLM's benchmark: the
+    lower it is, the more requests come together. Raises RequestError for a rate or a burstiness that is not above 0.
     """
 
     rate_per_s: float = math.inf
     seed: int = 0
+    burstiness: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.rate_per_s > 0:
             raise RequestError(f"arrivals: rate_per_s must be above 0 (inf for all at once), not {self.rate_per_s}")
+        if not 0 < self.burstiness < math.inf:
+            raise RequestError(f"arrivals: burstiness must be above 0 (1 is a Poisson process), not {self.burstiness}")
 
     def times_s(self, count: int) -> np.ndarray:
         """The arrival times of ``count`` requests [count], ascending, the first at 0."""
         times = np.zeros(count)
         if self.rate_per_s < math.inf and count > 1:
-            gaps = np.random.default_rng(self.seed).exponential(1 / self.rate_per_s, size=count - 1)
+            rng, shape = np.random.default_rng(self.seed), self.burstiness
+            if shape == 1:
+                gaps = rng.exponential(1 / self.rate_per_s, size=count - 1)
+            else:
+                gaps = rng.gamma(shape, 1 / (shape * self.rate_per_s), size=count - 1)
             times[1:] = np.cumsum(gaps)
         return times
 

@@ -47,6 +47,19 @@ def test_arrivals_are_a_poisson_process():
     assert stats.kstest(np.diff(times), "expon", args=(0, 1 / 8)).pvalue > 0.05
 
 
+def test_bursts_come_at_the_same_rate_and_closer_together():
+    from scipy import stats
+
+    times = Arrivals(rate_per_s=8.0, seed=11, burstiness=0.25).times_s(COUNT)
+    assert stats.kstest(np.diff(times), "gamma", args=(0.25, 0, 1 / 2)).pvalue > 0.05
+
+
+@pytest.mark.parametrize("burstiness", [0, -1, math.nan, math.inf])
+def test_burstiness_that_is_none(burstiness):
+    with pytest.raises(RequestError, match="burstiness must be above 0"):
+        Arrivals(1.0, burstiness=burstiness)
+
+
 @pytest.mark.parametrize("rate", [0, -1, math.nan])
 def test_rates_that_are_none(rate):
     with pytest.raises(RequestError, match=r"rate_per_s must be above 0 \(inf for all at once\)"):
