@@ -146,6 +146,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"victims": ["oldest"]}, "no victim 'oldest'"),
     ],
     "league_vllm": [({"victims": ["oldest"]}, "no victim choice 'oldest'"), ({"blocks": 0}, "must be at least 1")],
+    "llama_full": [
+        ({"caches": ["paged"]}, "no cache 'paged'; known: shifted, split, unified"),
+        ({"prompt": [40, 256]}, "a prompt must fit into a slot's part of context"),
+    ],
     "league_agents": [
         ({"tools": ["slow"]}, "no 'slow'; known: long, mixed, short"),
         ({"idle": ["keep"]}, "no 'keep'; known: cache"),
