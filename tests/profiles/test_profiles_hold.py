@@ -44,6 +44,7 @@ ASKS_NOTHING = {
     "reports_on_cards",
     "victims",
     "proposals",
+    "llama_full",
     "second_card",
     "two_cards",
     "chunk_error",

@@ -39,13 +39,7 @@ _ADDRESS, _COUNT = ctypes.c_uint64, ctypes.c_int64
 class AdapterStruct(ctypes.Structure):
     """LoRA's part of a weight: ``a`` [total, inputs], and ``b`` of ``rank`` by halves of panels; total 0: none."""
 
-    _fields_ = (
-        ("a", _ADDRESS),
-        ("b", _ADDRESS),
-        ("offsets", _ADDRESS),
-        ("total", _COUNT),
-        ("rank", _COUNT),
-    )
+    _fields_ = (("a", _ADDRESS), ("b", _ADDRESS), ("offsets", _ADDRESS), ("total", _COUNT), ("rank", _COUNT))
 
 
 class WeightStruct(ctypes.Structure):

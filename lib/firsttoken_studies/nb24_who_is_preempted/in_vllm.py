@@ -88,9 +88,8 @@ def answered(job: dict[str, Any], folder: Path, lines: int) -> list[dict[str, An
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         with process:
-            reports = [json.loads(next((line for line in process.stdout if line.startswith("{")), "null"))]
-            for _ in track(range(lines - 1), desc="vLLM"):
-                reports.append(json.loads(next((line for line in process.stdout if line.startswith("{")), "null")))
+            said = (json.loads(line) for line in process.stdout if line.startswith("{"))
+            reports = [next(said, None), *(next(said, None) for _ in track(range(lines - 1), desc="vLLM"))]
     if None in reports or process.returncode:
         why = [line for line in log.read_text("utf-8").splitlines() if "Error" in line] or ["no reason given"]
         raise FirstTokenError(f"league_vllm: vLLM failed: {why[-1]}")

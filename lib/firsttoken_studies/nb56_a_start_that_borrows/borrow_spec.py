@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from firsttoken_studies.progressiveserve.coldstart.spec import TrialSpec
 
 WHOLE, PRUNED, BORROWED = "whole", "pruned", "borrowed"
-WAYS = {
-    WHOLE: "the whole model first",
-    PRUNED: "ProgressiveServe's stage 1",
-    BORROWED: "borrowing",
-}
+WAYS = {WHOLE: "the whole model first", PRUNED: "ProgressiveServe's stage 1", BORROWED: "borrowing"}
 """The ways to start, whose clock begins when the libraries are imported."""
 
 

@@ -135,12 +135,7 @@ class TcpProxy:
 
 # Server processes, some behind a relay of this one, for tests and experiments to kill, stop and cut off.
 
-FAULTS = {
-    "kill": "killed (SIGKILL)",
-    "stop": "stopped (SIGSTOP)",
-    "cut": "its link reset",
-    "hold": "its link silent",
-}
+FAULTS = {"kill": "killed (SIGKILL)", "stop": "stopped (SIGSTOP)", "cut": "its link reset", "hold": "its link silent"}
 """What may befall a member, each the name of its method."""
 
 

@@ -101,12 +101,7 @@ class Committer:
         steps, rows_of_chunks, outputs_of_chunks = [], split_rows(hidden, chunks), split_rows(out, chunks)
         for chunk, trail, rows, outputs in zip(chunks, trails, rows_of_chunks, outputs_of_chunks, strict=True):
             trail[chunk.start :] = digest_rows(rows, layers.start, trail[chunk.start - 1] if chunk.start else b"")
-            step = {
-                "start": chunk.start,
-                "end": chunk.end,
-                "inputs": trail[-1].hex(),
-                "outputs": digest_of(outputs),
-            }
+            step = {"start": chunk.start, "end": chunk.end, "inputs": trail[-1].hex(), "outputs": digest_of(outputs)}
             steps.append(step)
         # A Commitment's fields, in plain dicts: to make dataclasses and take them apart again costs 0.05 ms of 0.14.
         fields = {"server": self._server, "model": self._model, "layers": (layers.start, layers.stop), "steps": steps}
