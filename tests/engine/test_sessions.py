@@ -38,19 +38,17 @@ def outputs(run, sessions: list[Session], rule) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "swap"])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_tokens_are_the_same_under_every_rule(lab, llama, seed, policy) -> None:
+def test_the_tokens_are_the_same_under_every_rule(lab, llama, policy) -> None:
     """Exactly, beside sessions that run one after the other in a pool that has room for all."""
-    sessions = drawn(seed, 96)
-    roomy = {"blocks": 200, "share_prefixes": True}
-    alone = [outputs(lab.live(llama.model, **roomy), [session], IDLE_RULES["discard"])[0] for session in sessions]
-    most = max(-(-session.tokens // 4) for session in sessions)
     preempted = 0
-    for name, rule in IDLE_RULES.items():
-        options = {"share_prefixes": True, "preemption": policy, "host_blocks": 100}
-        run = lab.live(llama.model, most + 2, **options)
-        assert outputs(run, sessions, rule) == alone, name
-        preempted += run.engine.scheduler.preempted
+    for seed in range(4):
+        sessions, roomy = drawn(seed, 96), {"blocks": 200, "share_prefixes": True}
+        alone = [outputs(lab.live(llama.model, **roomy), [session], IDLE_RULES["discard"])[0] for session in sessions]
+        most = max(-(-session.tokens // 4) for session in sessions)
+        for name, rule in IDLE_RULES.items():
+            run = lab.live(llama.model, most + 2, share_prefixes=True, preemption=policy, host_blocks=100)
+            assert outputs(run, sessions, rule) == alone, name
+            preempted += run.engine.scheduler.preempted
     assert preempted
 
 

@@ -35,6 +35,7 @@ from made_up import (
     questions,
     short_conversations,
     timed,
+    vllm_answers,
 )
 from swarms import servers_imported
 from tiny_profiles import FEWER, SHORTER, tiny_profile
@@ -62,7 +63,7 @@ from firsttoken_studies.nb17_bits_before_layers import bitplane_starts, frontier
 from firsttoken_studies.nb18_what_a_draft_is_worth import burst, first_answers, waiting
 from firsttoken_studies.nb18_what_a_draft_is_worth import study as drafted
 from firsttoken_studies.nb23_online_cross_point import study as learnt_threshold
-from firsttoken_studies.nb24_who_is_preempted import cards, elsewhere, optimum
+from firsttoken_studies.nb24_who_is_preempted import cards, elsewhere, in_llama, in_vllm, optimum
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import profiling
 from firsttoken_studies.nb30_full_reuse_and_sensitivity import training as reuse_training
 from firsttoken_studies.nb33_latency_and_quality import reuse_methods
@@ -196,6 +197,11 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(elsewhere, "recorded_requests", lambda load: [Item(i / 4, 900 + i, 40) for i in range(12)])
         patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 520, 160, (0,) * 520)] * 3)
         patch.setattr(live_peer, "turn", asked_peer)
+        patch.setattr(in_vllm, "VLLM_PYTHON", paths.ROOT)
+        patch.setattr(in_vllm, "answered", vllm_answers)
+        patch.setattr(in_llama, "PYTHON", paths.ROOT)
+        patch.setattr(in_llama, "version", lambda: "0")
+        patch.setattr(in_llama, "ends_of", lambda *_: [{"ending": "failed", "said_tokens": 9, "forgot": False}])
         for compared in (simulator_error, chunk_error):
             patch.setattr(compared, "downloaded", lambda name: folder)
         served = {"input_toks": 9, "output_toks": 3, "queued_ts": 5.0, "first_token_ts": 5.5, "last_token_ts": 6.5}

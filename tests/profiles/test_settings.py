@@ -145,11 +145,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {  # by the experiment an
         ({"burstiness": [0]}, "load_x and burstiness above 0"),
         ({"victims": ["oldest"]}, "no victim 'oldest'"),
     ],
+    "league_vllm": [({"victims": ["oldest"]}, "no victim choice 'oldest'"), ({"blocks": 0}, "must be at least 1")],
+    "llama_full": [
+        ({"caches": ["paged"]}, "no cache 'paged'; known: shifted, split, unified"),
+        ({"prompt": [40, 256]}, "a prompt must fit into a slot's part of context"),
+    ],
     "league_agents": [
         ({"tools": ["slow"]}, "no 'slow'; known: long, mixed, short"),
         ({"idle": ["keep"]}, "no 'keep'; known: cache"),
         ({"cards": ["a100"]}, "no 'a100'; known: a100-sxm"),
-        ({"turns": [4, 2]}, "a range is two numbers from 1 on, the lower first, not 4, 2"),
+        ({"turns": [4, 2]}, "a range is two numbers from 1 on, the lower first: 4, 2"),
         ({"blocks": 900}, "900 blocks hold less than two long sessions"),
     ],
     "optimum": [({"requests": 13}, "requests 1 to 12"), ({"recoveries": ["swp"]}, "no recovery 'swp'")],

@@ -134,6 +134,14 @@ def asked_peer(system: str, model: PeerModel, budget: int, load: PeerConfig, see
     return {column: 1.0 + budget for column, _, _ in live_peer.METRICS.values()}
 
 
+def vllm_answers(job: dict[str, Any], folder: Path, lines: int) -> list[dict[str, Any]]:
+    """What vLLM would have answered: a token of each request every tenth of a second, and one preemption."""
+    assert (folder / "model" / "config.json").is_file() and lines == 1 + len(job["turns"])
+    lengths = [[item["output_tokens"] for item in job["loads"][load]] for load, _ in job["turns"]]
+    times = [[[0.1 * token for token in range(1, 1 + count)] for count in counts] for counts in lengths]
+    return [{"vllm": "0"}, *({"times_s": times_s, "preemptions": 1} for times_s in times)]
+
+
 @contextmanager
 def counted_lender(folder: Path, depth: int, *_: Any) -> Iterator[tuple[str, int]]:
     """A warm neighbour in this process."""

@@ -78,8 +78,9 @@ SMALL = {
     "proposals": {"trials": [TRIAL, TRIAL | {"source": "llama.cpp 184", "victims": ["last_admitted", "longest"]}]},
     "league_elsewhere": {"seeds": 2, "requests": 8, "orders": ["in_order"]},
     "league_cards": {"seeds": 2, "short": 4, "long": 4, "cards": ["table-2"], "recoveries": ["recompute"]},
-    "league_agents": {"seeds": 2, "sessions": 4, "cards": ["table-2"], "tools": ["mixed"]},
+    "league_agents": {"seeds": 2, "sessions": 4, "cards": ["a100-sxm"], "tools": ["mixed"]},
     "optimum": {"seeds": 2, "preemptions": 1, "orders": ["any_that_fits"]},
+    "league_vllm": {"seeds": 2, "scale": 0.046875},
     "live_league": {"victims": ["last_arrived", "least_delayed"], "scale": 0.046875},
     "live_victims": {
         "victims": ["last_arrived", "first_arrived"],

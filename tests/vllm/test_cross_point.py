@@ -34,11 +34,12 @@ from transformers import (  # noqa: E402
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: E402
 
+from firsttoken.engine.preemption.victims import VICTIMS  # noqa: E402
 from firsttoken.engine.swap.host_pool import Span  # noqa: E402
 from firsttoken.study.errors import ProfileError  # noqa: E402
 from firsttoken_extras.vllm_cross_point.connector import KVBlocksOnHost  # noqa: E402
-from firsttoken_extras.vllm_cross_point.scheduler import CrossPointScheduler  # noqa: E402
-from firsttoken_extras.vllm_cross_point.settings import VICTIM_RULES, supported_cache  # noqa: E402
+from firsttoken_extras.vllm_cross_point.scheduler import CrossPointScheduler, RunningRequest  # noqa: E402
+from firsttoken_extras.vllm_cross_point.settings import supported_cache  # noqa: E402
 
 BLOCK_TOKENS = 32
 CONTEXT = 256
@@ -194,6 +195,10 @@ def victims(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         settings = scheduler.connector.settings
         if rule := RULES.get(settings.victim):
             assert rule([*scheduler.running, request]) is request
+        if settings.victim:
+            for running in scheduler.running:
+                times_s = RunningRequest(running, []).times_s
+                assert times_s == sorted(times_s) and len(times_s) == running.num_output_tokens
         preempt(scheduler, request, *args, **options)
         prompts.append(list(request.prompt_token_ids))
         if settings.resume == "in_order":
@@ -207,7 +212,7 @@ def victims(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("resume", ["last_preempted_first", "in_order"])
-@pytest.mark.parametrize("victim", VICTIM_RULES)
+@pytest.mark.parametrize("victim", sorted(VICTIMS))
 def test_each_rule_picks_its_victim_and_changes_no_token(
     model: Path, unconstrained: list, victims: list, victim: str, resume: str
 ) -> None:

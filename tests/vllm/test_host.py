@@ -35,10 +35,6 @@ def test_blocks_come_back_as_they_went() -> None:
             r"no victim choice 'longst'; known: .*shortest.*did you mean 'longest'",
         ),
         (
-            {"threshold_tokens": 8, "host_bytes": 1, "victim": "least_delayed"},  # needs times that vLLM does not keep
-            r"no victim choice 'least_delayed'; known: first_arrived",
-        ),
-        (
             {"threshold_tokens": 8, "host_bytes": 1, "resume": "in_ordr"},
             r"'in_ordr' is not known; known: in_order, last_preempted_first \(did you mean 'in_order'",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,11 @@ from firsttoken.study.errors import ProfileError
 from firsttoken_extras.vllm_cross_point.connector import CrossPointConnector
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+TIMES = "token_times_s"  # the attribute of vLLM's request that this scheduler adds: when each output token came
 
 
 def _order(request: Request) -> tuple[float, str]:
@@ -32,7 +37,7 @@ class RunningRequest:
         self.cached = request.num_computed_tokens
         self.blocks = blocks
         self.tokens = request.all_token_ids
-        self.times_s = request.output_token_ids  # a rule reads how many there are
+        self.times_s = getattr(request, TIMES, [])
 
     @property
     def finished(self) -> bool:
@@ -62,6 +67,14 @@ class CrossPointScheduler(Scheduler):
             # are about to be free.
             self.policy = SchedulingPolicy.PRIORITY
             self.connector.has_pending_block_frees = self._mark_victim
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """Take the tokens of a step, and note when they came, which vLLM's requests do not hold."""
+        outputs, now_s = super().update_from_output(scheduler_output, model_runner_output), time.monotonic()
+        for request in self.running:
+            times_s = request.__dict__.setdefault(TIMES, [])
+            times_s += [now_s] * (request.num_output_tokens - len(times_s))
+        return outputs
 
     def _mark_victim(self) -> bool:
         """Give the rule's victim the highest priority number. Return False: no transfer is about to free a block."""

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 WHERE = "kv_connector_extra_config"
-VICTIM_RULES = sorted(VICTIMS.keys() - {"least_delayed"})  # it reads when each token came; vLLM does not say
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class CrossPointSettings:
     def __post_init__(self) -> None:
         if self.threshold_tokens < 0:
             raise ProfileError(f"{WHERE}: threshold_tokens must be 0 or more, not {self.threshold_tokens}")
-        if self.victim is not None and self.victim not in VICTIM_RULES:
-            raise ProfileError(f"{WHERE}: no victim choice {self.victim!r}; {unknown(self.victim, VICTIM_RULES)}")
+        if self.victim is not None and self.victim not in VICTIMS:
+            raise ProfileError(f"{WHERE}: no victim choice {self.victim!r}; {unknown(self.victim, VICTIMS)}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> CrossPointSettings:

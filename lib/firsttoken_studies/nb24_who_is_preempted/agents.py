@@ -57,16 +57,12 @@ class AgentsConfig:
     def __post_init__(self) -> None:
         for low, high in (self.turns, self.prompt, self.returned, self.answer):
             if not 1 <= low <= high:
-                raise ProfileError(
-                    f"league_agents: a range must be of two numbers from 1 on, the lower first: {low}, {high}"
-                )
+                raise ProfileError(f"league_agents: a range is two numbers from 1 on, the lower first: {low}, {high}")
         if min(self.seeds, self.sessions) < 1 or self.rate_per_s <= 0:
             raise ProfileError("league_agents: seeds and sessions must be at least 1, and rate_per_s above 0")
         longest = self.prompt[1] + self.turns[1] * (self.returned[1] + self.answer[1])
         if 2 * longest > 16 * self.blocks:
-            raise ProfileError(
-                f"league_agents: {self.blocks} blocks hold less than two of the longest sessions; give more"
-            )
+            raise ProfileError(f"league_agents: {self.blocks} blocks hold less than two long sessions; give more")
         check_rules(self.victims, (), ())
         for names, known in ((self.tools, TOOLS), (self.idle, IDLE_RULES), (self.cards, COSTS)):
             if absent := next((name for name in names if name not in known), ""):
