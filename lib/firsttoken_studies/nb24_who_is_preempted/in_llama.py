@@ -23,10 +23,11 @@ from firsttoken.study.errors import FirstTokenError, ProfileError
 from firsttoken.study.parsing.schema import unknown
 from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
+from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
 from firsttoken_studies.nb45_beside_vllm.study import AIPERF
 from firsttoken_studies.probes.programs import free_port, started, wait_healthy
-from firsttoken_studies.record.results import Outcome, Rows, rows_where
+from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 CACHES = "unified", "split", "shifted"  # one for all slots, a part for each, the same with context shift
 ENDINGS = "whole", "cut", "failed"
@@ -110,12 +111,11 @@ def asked(port: int, answer: int, prompt: list[int]) -> dict[str, Any]:
 
 
 def llama_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """The share of the requests of each ending by cache, and of those that dropped the beginning of their text."""
-    summary = Summary()
-    for cache in dict.fromkeys(row["cache"] for row in rows):
-        of_cache = rows_where(rows, cache=cache)
-        shares = {ending: sum(row["ending"] == ending for row in of_cache) for ending in ENDINGS}
-        for name, count in (shares | {"forgot": sum(row["forgot"] for row in of_cache)}).items():
-            share = {"value": 100 * count / len(of_cache), "n": len(of_cache), "unit": "% of the requests"}
-            summary.add(f"{name}_pct", share, case=cache)
+    """The share of the requests of a draw that end so or have lost the beginning of their text, by cache, over draws."""
+    summary, draws = Summary(), frame_of(rows).groupby(["cache", "seed"], sort=False)
+    shares = draws.ending.value_counts(normalize=True).unstack(fill_value=0.0).reindex(columns=ENDINGS, fill_value=0.0)
+    shares = shares.assign(forgot=draws.forgot.mean())
+    for cache, of_cache in shares.groupby("cache", sort=False):
+        for name, values in of_cache.items():
+            summary.add(f"{name}_pct", bootstrap(100 * values.to_numpy()).summary("% of the requests"), case=cache)
     return summary
