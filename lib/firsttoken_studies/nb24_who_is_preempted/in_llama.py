@@ -111,7 +111,7 @@ def asked(port: int, answer: int, prompt: list[int]) -> dict[str, Any]:
 
 
 def llama_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:
-    """The share of the requests of a draw that end so or have lost the beginning of their text, by cache, over draws."""
+    """The share of requests that end so, or have lost the beginning of their text, by cache, over draws."""
     summary, draws = Summary(), frame_of(rows).groupby(["cache", "seed"], sort=False)
     shares = draws.ending.value_counts(normalize=True).unstack(fill_value=0.0).reindex(columns=ENDINGS, fill_value=0.0)
     shares = shares.assign(forgot=draws.forgot.mean())
