@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from firsttoken.engine.sessions import IDLE_RULES, IdleBlocks, Keep, Session, Turn, min_waste, serve_sessions
+from firsttoken.engine.sessions import IDLE_RULES, AgentSession, IdleBlocks, Keep, Turn, min_waste, serve_sessions
 from firsttoken.study.errors import ProfileError, RequestError
 
 
-def drawn(seed: int, vocabulary: int, count: int = 5) -> list[Session]:
+def drawn(seed: int, vocabulary: int, count: int = 5) -> list[AgentSession]:
     """Sessions that come together, some of which begin alike."""
     draw = random.Random(seed)
 
@@ -19,7 +19,7 @@ def drawn(seed: int, vocabulary: int, count: int = 5) -> list[Session]:
 
     common = text(8)
     return [
-        Session(
+        AgentSession(
             draw.uniform(0, 0.01),
             tuple(
                 Turn((common if turn == 0 and number % 2 else ()) + text(1), draw.randint(1, 7), draw.uniform(0, 0.02))
@@ -30,7 +30,7 @@ def drawn(seed: int, vocabulary: int, count: int = 5) -> list[Session]:
     ]
 
 
-def outputs(run, sessions: list[Session], rule) -> list[list[list[int]]]:
+def outputs(run, sessions: list[AgentSession], rule) -> list[list[list[int]]]:
     served = serve_sessions(run.engine, sessions, rule, lambda tokens: tokens * 1e-3)
     run.engine.pool.check()
     assert run.engine.pool.free == run.engine.pool.count, "a block is still held"
@@ -68,9 +68,9 @@ def found(lab, rule, blocks: int = 40) -> dict[int, int]:
     """Tokens of the second turn of two sessions, by the seconds of their tools, that need no computing, where another
     request came between that needs some of their blocks."""
     waits = (20, 60)
-    sessions = [Session(0.0, (Turn((wait,) * 40, 4, wait, wait), Turn((9,), 4))) for wait in waits]
+    sessions = [AgentSession(0.0, (Turn((wait,) * 40, 4, wait, wait), Turn((9,), 4))) for wait in waits]
     run = lab.simulated(blocks, share_prefixes=True)
-    served = serve_sessions(run.engine, [*sessions, Session(10.0, (Turn((3,) * 100, 4),))], rule, float)
+    served = serve_sessions(run.engine, [*sessions, AgentSession(10.0, (Turn((3,) * 100, 4),))], rule, float)
     starts: dict[int, int] = {}
     for step in run.trace.steps:
         for chunk in step.chunks:
@@ -104,4 +104,4 @@ def test_an_engine_without_a_prefix_cache_is_refused(lab) -> None:
 
 def test_a_session_that_can_never_fit_is_refused(lab) -> None:
     with pytest.raises(RequestError, match="KV pool of 16 tokens"):
-        outputs(lab.simulated(4, share_prefixes=True), [Session(0.0, (Turn((1,) * 30, 4),))], IDLE_RULES["cache"])
+        outputs(lab.simulated(4, share_prefixes=True), [AgentSession(0.0, (Turn((1,) * 30, 4),))], IDLE_RULES["cache"])

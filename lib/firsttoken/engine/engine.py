@@ -332,7 +332,7 @@ class Engine:
             raise failed[0].failure
 
     def leap(self) -> bool:
-        """In a simulation take the coming steps that are alike at once; return whether there was any."""
+        """Take the coming steps that are alike at once, in a simulation; return whether there was any."""
         return self._all_decoded and fast_forward(self, self._coming[0][0][0] if self._coming else math.inf)
 
     def failed(self) -> list[Request]:

@@ -21,7 +21,7 @@ LONG_TOOL_S = 10.0  # half of the longest time of InferCept's benchmark; no othe
 
 @dataclass(frozen=True)
 class Turn:
-    """What is new in the prompt of a turn, the tokens of its answer, the seconds that the tool behind it takes, after
+    """One turn: the new part of its prompt, the tokens of its answer, the seconds that the tool behind it takes, after
     which the next turn comes, and those that it is expected to take."""
 
     prompt: tuple[int, ...]
@@ -31,7 +31,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Session:
+class AgentSession:
     """The turns of a session, each of which reads all that was said before it; the first comes at ``arrival_s``."""
 
     arrival_s: float
@@ -55,7 +55,7 @@ class IdleBlocks:
 
 @dataclass(frozen=True)
 class Keep:
-    """What becomes of idle blocks. They stay the session's for ``hold_s``; then they are ``found`` again until somebody
+    """The answer of an idle rule. The blocks stay the session's for ``hold_s``; then they are ``found`` again until somebody
     needs the room, and of several sessions those that are ``first_out`` lose theirs first."""
 
     hold_s: float = 0.0
@@ -77,7 +77,7 @@ def cache(idle: IdleBlocks) -> Keep:
 
 
 def cache_short(idle: IdleBlocks) -> Keep:
-    """As ``cache``, but sessions whose tool is expected to take long lose theirs first (this project)."""
+    """Keep them as ``cache`` does, but take those of sessions that wait for a long tool first (this project)."""
     return Keep(first_out=idle.tool_s > LONG_TOOL_S)
 
 
@@ -103,7 +103,7 @@ IDLE_RULES: dict[str, IdleRule] = {
 
 
 def serve_sessions(
-    engine: Engine, sessions: Sequence[Session], rule: IdleRule, recompute_s: Callable[[int], float]
+    engine: Engine, sessions: Sequence[AgentSession], rule: IdleRule, recompute_s: Callable[[int], float]
 ) -> list[list[Request]]:
     """Run ``sessions`` to the end on an engine that shares prefixes; return the requests of each.
 

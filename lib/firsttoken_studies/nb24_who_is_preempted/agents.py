@@ -14,7 +14,7 @@ from firsttoken.cps.policies import make_policy
 from firsttoken.engine.costs.cost_model import Costs
 from firsttoken.engine.engine import Engine, EngineConfig
 from firsttoken.engine.request import Kind, Request
-from firsttoken.engine.sessions import IDLE_RULES, Session, Turn, serve_sessions
+from firsttoken.engine.sessions import IDLE_RULES, AgentSession, Turn, serve_sessions
 from firsttoken.engine.simulated import SimulatedExecutor, without_garbage_collection
 from firsttoken.engine.workload_items import Arrivals
 from firsttoken.study.errors import ProfileError
@@ -33,7 +33,7 @@ BASE = "last_admitted cache"  # vLLM's defaults
 
 
 @dataclass(frozen=True)
-class AgentsConfig:
+class IdleAgentsConfig:
     """``seeds`` draws from ``first_seed`` on, each of ``sessions`` agents that come at ``rate_per_s`` as a Poisson
     process into ``blocks`` KV blocks of 16 tokens. An agent has between the two of ``turns`` turns; the tokens of its
     first prompt, of what a tool returns and of an answer are drawn evenly between the two of ``prompt``, ``returned``
@@ -64,9 +64,9 @@ class AgentsConfig:
         if 2 * longest > 16 * self.blocks:
             raise ProfileError(f"league_agents: {self.blocks} blocks hold less than two long sessions; give more")
         check_rules(self.victims, (), ())
-        for names, known in ((self.tools, TOOLS), (self.idle, IDLE_RULES), (self.cards, COSTS)):
-            if absent := next((name for name in names if name not in known), ""):
-                raise ProfileError(f"league_agents: no {absent!r}; {unknown(absent, known)}")
+        for names, choices in ((self.tools, TOOLS), (self.idle, IDLE_RULES), (self.cards, COSTS)):
+            if absent := next((name for name in names if name not in choices), ""):
+                raise ProfileError(f"league_agents: no {absent!r}; {unknown(absent, choices)}")
 
 
 def tool_times_s(kind: str, draw: random.Random) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def tool_times_s(kind: str, draw: random.Random) -> tuple[float, float]:
     return (short_s, 2.0) if kind == "short" else (MOST_S - short_s, MOST_S - 2.0)
 
 
-def drawn_sessions(config: AgentsConfig, kind: str, seed: int) -> list[Session]:
+def drawn_sessions(config: IdleAgentsConfig, kind: str, seed: int) -> list[AgentSession]:
     """The sessions of a draw; no two of them read the same text."""
     draw, sessions = random.Random(seed), []
     arrivals_s = Arrivals(config.rate_per_s, seed).times_s(config.sessions)
@@ -89,7 +89,7 @@ def drawn_sessions(config: AgentsConfig, kind: str, seed: int) -> list[Session]:
         for turn in range(draw.randint(*config.turns)):
             text = (number + 1,) * draw.randint(*(config.returned if turn else config.prompt))
             turns.append(Turn(text, draw.randint(*config.answer), *tool_times_s(kind, draw)))
-        sessions.append(Session(arrival_s, tuple(turns)))
+        sessions.append(AgentSession(arrival_s, tuple(turns)))
     return sessions
 
 
@@ -105,7 +105,7 @@ MEASURES = {  # of a run -> unit
 
 def league_agents(profile: Profile) -> Outcome:
     """Rows {card, tools, victim, idle, seeds, and for each of ``MEASURES`` a list by seed}."""
-    config, rows = profile.section("league_agents", AgentsConfig), []
+    config, rows = profile.section("league_agents", IdleAgentsConfig), []
     seeds = [profile.seed + config.first_seed + number for number in range(config.seeds)]
     for card in config.cards:
         costs = costs_on(card, profile.seed)
@@ -116,7 +116,9 @@ def league_agents(profile: Profile) -> Outcome:
     return Outcome(rows, provenance={"source": "sessions drawn, on operators of cards", "kind": "simulated"})
 
 
-def run_agents(config: AgentsConfig, costs: Costs, tools: str, victim: str, idle: str, seed: int) -> dict[str, float]:
+def run_agents(
+    config: IdleAgentsConfig, costs: Costs, tools: str, victim: str, idle: str, seed: int
+) -> dict[str, float]:
     """The ``MEASURES`` of one run, under vLLM's recompute."""
     sessions = drawn_sessions(config, tools, seed)
     settings = EngineConfig(
@@ -134,7 +136,7 @@ def run_agents(config: AgentsConfig, costs: Costs, tools: str, victim: str, idle
 
 
 def seen_by_agents(
-    engine: Engine, sessions: Sequence[Session], served: Sequence[Sequence[Request]]
+    engine: Engine, sessions: Sequence[AgentSession], served: Sequence[Sequence[Request]]
 ) -> dict[str, float]:
     """The ``MEASURES``: ``session_s`` is the mean time of a session, without that of its tools; a turn's time to its
     first token counts from when its tool returned, of the second turn and later."""

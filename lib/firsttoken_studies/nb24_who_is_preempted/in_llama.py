@@ -25,13 +25,12 @@ from firsttoken.study.profile import Profile
 from firsttoken.study.progress import track
 from firsttoken.study.stats import bootstrap
 from firsttoken.study.summary import Summary
-from firsttoken_studies.nb45_beside_vllm.study import AIPERF
 from firsttoken_studies.probes.programs import free_port, started, wait_healthy
 from firsttoken_studies.record.results import Outcome, Rows, frame_of
 
 CACHES = "unified", "split", "shifted"  # one for all slots, a part for each, the same with context shift
 ENDINGS = "whole", "cut", "failed"
-PYTHON, FILE = AIPERF.with_name("python"), "smollm2-135m-instruct.q4_1.gguf"
+PYTHON, FILE = paths.ROOT / ".venv-clients" / "bin" / "python", "smollm2-135m-instruct.q4_1.gguf"
 SERVER = """
 import signal, sys, xllamacpp
 options, cache = xllamacpp.CommonParams(), sys.argv[5]
@@ -75,7 +74,7 @@ def llama_full(profile: Profile) -> Outcome:
 
 
 def ends_of(config: LlamaConfig, cache: str, seed: int) -> Rows:
-    """What the clients of one draw see, of a server that is started for it."""
+    """Start a server for one draw, and return a row for each of its clients."""
     draw, port = random.Random(seed), free_port()
     prompts = [draw.choices(range(1000, 40_000), k=draw.randint(*config.prompt)) for _ in range(config.requests)]
     command = [PYTHON, "-c", SERVER, asset_path(FILE), port, config.requests, config.context, cache]
@@ -94,9 +93,9 @@ def version() -> str:
 
 
 def asked(port: int, answer: int, prompt: list[int]) -> dict[str, Any]:
-    """What a client sees of a request: the tokens that it says, and how it ends."""
+    """Send one request, and return the row of its client: the tokens of the answer, and how it ends."""
     body = {"prompt": prompt, "n_predict": answer, "ignore_eos": True, "temperature": 0, "stream": True}
-    said, failed, forgot = 0, False, False
+    count, failed, forgot = 0, False, False
     url = f"http://127.0.0.1:{port}/completion"
     with httpx.stream("POST", url, json=body | {"return_tokens": True}, timeout=300) as response:
         failed = response.status_code != 200
@@ -104,10 +103,15 @@ def asked(port: int, answer: int, prompt: list[int]) -> dict[str, Any]:
             kind, _, text = line.partition(": ")
             event = json.loads(text) if kind == "data" and text.startswith("{") else {}
             failed |= kind == "error" or "error" in event
-            said += len(event.get("tokens", ()))
+            count += len(event.get("tokens", ()))
             forgot |= bool(event.get("truncated"))
-    ending = "failed" if failed else "whole" if said >= answer else "cut"
-    return {"prompt_tokens": len(prompt), "said_tokens": said, "ending": ending, "forgot": forgot and ending == "whole"}
+    ending = "failed" if failed else "whole" if count >= answer else "cut"
+    return {
+        "prompt_tokens": len(prompt),
+        "said_tokens": count,
+        "ending": ending,
+        "forgot": forgot and ending == "whole",
+    }
 
 
 def llama_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

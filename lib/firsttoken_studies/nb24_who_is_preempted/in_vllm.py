@@ -88,8 +88,8 @@ def answered(job: dict[str, Any], folder: Path, lines: int) -> list[dict[str, An
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         with process:
-            said = (json.loads(line) for line in process.stdout if line.startswith("{"))
-            reports = [next(said, None), *(next(said, None) for _ in track(range(lines - 1), desc="vLLM"))]
+            answers = (json.loads(line) for line in process.stdout if line.startswith("{"))
+            reports = [next(answers, None), *(next(answers, None) for _ in track(range(lines - 1), desc="vLLM"))]
     if None in reports or process.returncode:
         why = [line for line in log.read_text("utf-8").splitlines() if "Error" in line] or ["no reason given"]
         raise FirstTokenError(f"league_vllm: vLLM failed: {why[-1]}")
@@ -97,7 +97,7 @@ def answered(job: dict[str, Any], folder: Path, lines: int) -> list[dict[str, An
 
 
 def seen(report: dict[str, Any]) -> dict[str, float]:
-    """What clients saw of a turn: measures of ``study.MEASURES`` that vLLM can tell."""
+    """Return the measures of ``study.MEASURES`` that clients of vLLM see, of one turn."""
     first_s = np.array([times[0] for times in report["times_s"]])
     gaps_s = np.array([np.diff(times).max(initial=0.0) for times in report["times_s"]])
     tpot_s = [(times[-1] - times[0]) / (len(times) - 1) for times in report["times_s"] if len(times) > 1]

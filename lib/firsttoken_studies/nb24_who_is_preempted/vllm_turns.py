@@ -59,21 +59,21 @@ def turns(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     scheduler = engine.engine_core.engine_core.scheduler
 
     def turn(load: list[dict[str, Any]], victim: str) -> dict[str, Any]:
-        scheduler._victim, counted = victim_named(victim), scheduler.connector.counts.total()
+        scheduler._victim, before = victim_named(victim), scheduler.connector.counts.total()
         for number, item in enumerate(load):
             sampling = vllm.SamplingParams(max_tokens=item["output_tokens"], temperature=0, ignore_eos=True)
             sampling.detokenize = False
             # a microsecond apart, so that who came last is the last of the load
             prompt = {"prompt_token_ids": item["prompt"]}
             engine.add_request(f"{number:04}", prompt, sampling, arrival_time=number * 1e-6)
-        start, seen = time.perf_counter(), {f"{number:04}": [] for number in range(len(load))}
+        start, times = time.perf_counter(), {f"{number:04}": [] for number in range(len(load))}
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter() - start
             for output in outputs:
-                times_s = seen[output.request_id]
+                times_s = times[output.request_id]
                 times_s += [now] * (len(output.outputs[0].token_ids) - len(times_s))
-        return {"times_s": list(seen.values()), "preemptions": scheduler.connector.counts.total() - counted}
+        return {"times_s": list(times.values()), "preemptions": scheduler.connector.counts.total() - before}
 
     turn(loads[0][:4], "last_admitted")
     yield {"vllm": vllm.__version__}
