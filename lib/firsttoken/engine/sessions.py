@@ -55,8 +55,8 @@ class IdleBlocks:
 
 @dataclass(frozen=True)
 class Keep:
-    """The answer of an idle rule. The blocks stay the session's for ``hold_s``; then they are ``found`` again until somebody
-    needs the room, and of several sessions those that are ``first_out`` lose theirs first."""
+    """The answer of an idle rule. The blocks stay the session's for ``hold_s``; then they are ``found`` again until
+    somebody needs the room, and of several sessions those that are ``first_out`` lose theirs first."""
 
     hold_s: float = 0.0
     found: bool = True
