@@ -114,7 +114,7 @@ def serve_sessions(
     if (prefixes := engine.prefixes) is None:
         raise ProfileError("sessions: idle blocks are found by prefix sharing; set share_prefixes of the engine")
     pool, size, turns = engine.pool, engine.executor.block_tokens, [[] for _ in sessions]
-    most_held = pool.count - max([-(-session.tokens // size) for session in sessions], default=0)
+    most_held = pool.count - pool.watermark - max([-(-session.tokens // size) for session in sessions], default=0)
     held: dict[int, tuple[float, list[int]]] = {}  # by session: until when, and which blocks
 
     def submit(number: int, arrival_s: float) -> None:
@@ -126,6 +126,7 @@ def serve_sessions(
         """Take the blocks of the turn that has ended, before anybody else does, and give up what is not held."""
         ended, turn, now = turns[number][-1], sessions[number].turns[len(turns[number]) - 1], engine.executor.now()
         blocks = pool.allocate(0, shared=prefixes.find(ended))
+        pool.release(held.pop(number, (0.0, []))[1])  # of the turn before, which may have ended in the step it began in
         share = len(blocks) / max(1, pool.count - pool.free)
         keep = rule(IdleBlocks(share, turn.expected_s, recompute_s(len(ended.tokens))))
         if not keep.found:
@@ -146,4 +147,6 @@ def serve_sessions(
             for number, session in enumerate(sessions):
                 if turns[number][-1].finished and len(turns[number]) < len(session.turns):
                     pause(number)
+    for _, blocks in held.values():
+        pool.release(blocks)
     return turns
