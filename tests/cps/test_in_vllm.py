@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
+from interpreters import answering
 
 from firsttoken.study.errors import FirstTokenError
-from firsttoken.study.profile import load_profile
 from firsttoken_studies.nb24_who_is_preempted import in_vllm
 
 
-@pytest.fixture
-def vllm_is(tmp_path, monkeypatch):
-    """Puts a script in the place of vLLM's interpreter."""
-
-    def make(script: str) -> None:
-        (tmp_path / "answers.py").write_text(script)
-        python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/answers.py"\n')
-        python.chmod(0o755)
-        monkeypatch.setattr(in_vllm, "VLLM_PYTHON", python)
-
-    return make
-
-
-def test_what_vllm_answers_is_read_line_by_line(tmp_path, vllm_is) -> None:
+def test_what_vllm_answers_is_read_line_by_line(tmp_path, monkeypatch) -> None:
     report = {"times_s": [[1.0, 1.5, 3.5], [2.0]], "preemptions": 3}
-    vllm_is(f"print('INFO', 1)\nprint('{json.dumps({'vllm': '1'})}')\nprint('{json.dumps(report)}')")
+    monkeypatch.setattr(
+        in_vllm,
+        "VLLM_PYTHON",
+        answering(tmp_path, f"print('INFO', 1)\nprint('{json.dumps({'vllm': '1'})}')\nprint('{json.dumps(report)}')"),
+    )
     assert in_vllm.answered({}, tmp_path, 2) == [{"vllm": "1"}, report]
     assert in_vllm.seen(report) == {
         "p99_tpot_ms": 1250.0,
@@ -42,8 +31,12 @@ def test_what_vllm_answers_is_read_line_by_line(tmp_path, vllm_is) -> None:
 
 
 @pytest.mark.parametrize("ending", ["import sys; sys.exit(1)", "pass"])
-def test_a_vllm_that_fails_says_why(tmp_path, vllm_is, ending) -> None:
-    vllm_is(f"import sys\nprint('x\\nValueError: no memory\\nLoading: 0%', file=sys.stderr)\n{ending}")
+def test_a_vllm_that_fails_says_why(tmp_path, monkeypatch, ending) -> None:
+    monkeypatch.setattr(
+        in_vllm,
+        "VLLM_PYTHON",
+        answering(tmp_path, f"import sys\nprint('x\\nValueError: no memory\\nLoading: 0%', file=sys.stderr)\n{ending}"),
+    )
     with pytest.raises(FirstTokenError, match="league_vllm: vLLM failed: ValueError: no memory"):
         in_vllm.answered({}, tmp_path, 2)
 
@@ -51,4 +44,4 @@ def test_a_vllm_that_fails_says_why(tmp_path, vllm_is, ending) -> None:
 def test_without_vllm_its_set_up_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(in_vllm, "VLLM_PYTHON", tmp_path / "python")
     with pytest.raises(FirstTokenError, match=r"run env/vllm/setup\.sh"):
-        in_vllm.league_vllm(load_profile("full"))
+        in_vllm.answered({}, tmp_path, 2)

@@ -11,7 +11,7 @@ from firsttoken.study.errors import ProfileError, RequestError
 
 
 def drawn(seed: int, vocabulary: int, count: int = 5) -> list[AgentSession]:
-    """Sessions that come together, some of which begin alike."""
+    """Sessions that come at once, some of which begin alike."""
     draw = random.Random(seed)
 
     def text(least: int) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ def drawn(seed: int, vocabulary: int, count: int = 5) -> list[AgentSession]:
     common = text(8)
     return [
         AgentSession(
-            draw.uniform(0, 0.01),
+            0.0,
             tuple(
                 Turn((common if turn == 0 and number % 2 else ()) + text(1), draw.randint(1, 7), draw.uniform(0, 0.02))
                 for turn in range(draw.randint(1, 4))
@@ -53,15 +53,32 @@ def test_the_tokens_are_the_same_under_every_rule(lab, llama, policy) -> None:
 
 
 @pytest.mark.parametrize("rule", IDLE_RULES.values(), ids=IDLE_RULES)
-def test_all_sessions_end_in_the_smallest_pool(lab, rule) -> None:
-    """No hold keeps out the request that alone could run."""
-    for seed in range(20):
+@pytest.mark.parametrize("watermark", [0.0, 0.1])
+def test_all_sessions_end_in_the_smallest_pool(lab, rule, watermark) -> None:
+    """No hold keeps out the request that alone could run, and none outlives its session."""
+    for seed in range(40):
         sessions = drawn(seed, 1000)
-        most = max(-(-session.tokens // 4) for session in sessions)
-        served = outputs(lab.simulated(most, share_prefixes=True), sessions, rule)
+        blocks = max(-(-session.tokens // 4) for session in sessions)
+        while blocks - int(watermark * blocks) < max(-(-session.tokens // 4) for session in sessions):
+            blocks += 1
+        served = outputs(lab.simulated(blocks, watermark=watermark, share_prefixes=True), sessions, rule)
         assert [[len(said) for said in turns] for turns in served] == [
             [turn.answer_tokens for turn in session.turns] for session in sessions
         ]
+
+
+def test_a_turn_may_begin_and_end_in_the_step_in_which_its_tool_returns(lab) -> None:
+    sessions = [AgentSession(0.0, (Turn((1,) * 40, 4, 5.0), Turn((2,), 1), Turn((3,), 1)))]
+    outputs(lab.simulated(40, share_prefixes=True), sessions, IDLE_RULES["preserve"])
+    outputs(lab.simulated(40, share_prefixes=True), [AgentSession(0.0, sessions[0].turns[:2])], IDLE_RULES["preserve"])
+
+
+def test_blocks_behind_the_watermark_are_not_held(lab) -> None:
+    sessions = [
+        AgentSession(0.0, (Turn((1,) * 37, 2, 5.0), Turn((2,) * 4, 2))),
+        AgentSession(1.0, (Turn((3,) * 31, 2, 50.0), Turn((4,) * 4, 2))),
+    ]
+    outputs(lab.simulated(20, watermark=0.1, share_prefixes=True), sessions, IDLE_RULES["preserve"])
 
 
 def found(lab, rule, blocks: int = 40) -> dict[int, int]:
@@ -88,8 +105,19 @@ def test_idle_blocks_are_found_again_as_the_rule_says(lab) -> None:
 
 
 def test_what_is_held_nobody_else_gets(lab) -> None:
-    """The request between waits until a tool has returned: its 26 blocks are not free before."""
-    assert found(lab, IDLE_RULES["preserve"], 50) == {20: 40, 60: 40}
+    """Of two requests of 26 blocks both run at once where idle blocks are found, and one after the other beside what
+    two sessions hold."""
+
+    def begun_s(rule) -> list[float]:
+        sessions = [AgentSession(0.0, (Turn((number,) * 40, 4, 90), Turn((9,), 4))) for number in (1, 2)]
+        sessions += [AgentSession(10.0, (Turn((number,) * 100, 4),)) for number in (3, 4)]
+        run = lab.simulated(64, share_prefixes=True)
+        return [turns[0].begun_s for turns in serve_sessions(run.engine, sessions, rule, float)[2:]]
+
+    first_s, second_s = begun_s(IDLE_RULES["cache"])
+    assert first_s == second_s
+    first_s, second_s = begun_s(IDLE_RULES["preserve"])
+    assert first_s < second_s < 90
 
 
 def test_min_waste_holds_what_is_short_to_wait_for_and_long_to_compute() -> None:
@@ -103,5 +131,7 @@ def test_an_engine_without_a_prefix_cache_is_refused(lab) -> None:
 
 
 def test_a_session_that_can_never_fit_is_refused(lab) -> None:
-    with pytest.raises(RequestError, match="KV pool of 16 tokens"):
+    with pytest.raises(RequestError, match="a turn, and room for all of its tokens in 4 blocks"):
         outputs(lab.simulated(4, share_prefixes=True), [AgentSession(0.0, (Turn((1,) * 30, 4),))], IDLE_RULES["cache"])
+    with pytest.raises(RequestError, match="each needs a turn"):
+        outputs(lab.simulated(4, share_prefixes=True), [AgentSession(0.0, ())], IDLE_RULES["cache"])

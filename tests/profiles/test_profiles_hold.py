@@ -45,7 +45,6 @@ ASKS_NOTHING = {
     "victims",
     "proposals",
     "llama_full",
-    "league_vllm",  # asks for vLLM's environment first
     "second_card",
     "two_cards",
     "chunk_error",

@@ -197,7 +197,6 @@ def world(truth: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worl
         patch.setattr(elsewhere, "recorded_requests", lambda load: [Item(i / 4, 900 + i, 40) for i in range(12)])
         patch.setattr(optimum, "small_load", lambda *_: [Item(0.0, 520, 160, (0,) * 520)] * 3)
         patch.setattr(live_peer, "turn", asked_peer)
-        patch.setattr(in_vllm, "VLLM_PYTHON", paths.ROOT)
         patch.setattr(in_vllm, "answered", vllm_answers)
         patch.setattr(in_llama, "PYTHON", paths.ROOT)
         patch.setattr(in_llama, "version", lambda: "0")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.request import Request, Sampling
-from firsttoken.study.errors import ProfileError
+from firsttoken.study.errors import ProfileError, RequestError
 
 TIME_TO_LIVE_S = 2.0  # a fixed one; Continuum sets it by the times that the tool took before
 LONG_TOOL_S = 10.0  # half of the longest time of InferCept's benchmark; no other was tried
@@ -55,8 +55,9 @@ class IdleBlocks:
 
 @dataclass(frozen=True)
 class Keep:
-    """The answer of an idle rule. The blocks stay the session's for ``hold_s``; then they are ``found`` again until
-    somebody needs the room, and of several sessions those that are ``first_out`` lose theirs first."""
+    """The answer of an idle rule. Blocks that are not ``found`` again are forgotten at once. The others stay the
+    session's for ``hold_s``, and then until somebody needs the room; those that are ``first_out`` go first, of several
+    the one that was used last."""
 
     hold_s: float = 0.0
     found: bool = True
@@ -67,7 +68,7 @@ IdleRule = Callable[[IdleBlocks], Keep]
 
 
 def discard(idle: IdleBlocks) -> Keep:
-    """Forget them at once: an engine without a prefix cache."""
+    """Forget them at once, nearly as an engine without a prefix cache: a preempted turn still finds what it had."""
     return Keep(found=False)
 
 
@@ -92,8 +93,9 @@ def time_to_live(idle: IdleBlocks) -> Keep:
 
 
 def min_waste(idle: IdleBlocks) -> Keep:
-    """Hold them where that wastes less memory for less time than computing again would, during which all blocks wait
-    (InferCept, equations 1 and 2)."""
+    """Hold them where that wastes less than computing them again would, in blocks times seconds: their own until the
+    tool returns, or all that are taken during a prefill. InferCept counts those of running requests, and prefills in
+    chunks."""
     return Keep(math.inf) if idle.tool_s * idle.share < idle.recompute_s else Keep()
 
 
@@ -108,13 +110,15 @@ def serve_sessions(
     """Run ``sessions`` to the end on an engine that shares prefixes; return the requests of each.
 
     ``recompute_s`` says how long a prefill of so many tokens takes. Blocks are held only where the longest session
-    still fits beside all that are held, so that there is always one that can run. Raises RequestError as
-    ``Engine.submit``, and ProfileError for an engine without ``share_prefixes``.
+    still fits beside all that are held, so that there is always one that can run. Raises RequestError for a session
+    without a turn or too long for the pool, and ProfileError for an engine without ``share_prefixes``.
     """
     if (prefixes := engine.prefixes) is None:
         raise ProfileError("sessions: idle blocks are found by prefix sharing; set share_prefixes of the engine")
     pool, size, turns = engine.pool, engine.executor.block_tokens, [[] for _ in sessions]
     most_held = pool.count - pool.watermark - max([-(-session.tokens // size) for session in sessions], default=0)
+    if most_held < 0 or not all(session.turns for session in sessions):
+        raise RequestError(f"sessions: each needs a turn, and room for all of its tokens in {pool.count} blocks")
     held: dict[int, tuple[float, list[int]]] = {}  # by session: until when, and which blocks
 
     def submit(number: int, arrival_s: float) -> None:

@@ -106,12 +106,8 @@ def asked(port: int, answer: int, prompt: list[int]) -> dict[str, Any]:
             count += len(event.get("tokens", ()))
             forgot |= bool(event.get("truncated"))
     ending = "failed" if failed else "whole" if count >= answer else "cut"
-    return {
-        "prompt_tokens": len(prompt),
-        "said_tokens": count,
-        "ending": ending,
-        "forgot": forgot and ending == "whole",
-    }
+    forgot &= ending == "whole"
+    return {"prompt_tokens": len(prompt), "said_tokens": count, "ending": ending, "forgot": forgot}
 
 
 def llama_summary(rows: Rows, parameters: Mapping[str, Any]) -> Summary:

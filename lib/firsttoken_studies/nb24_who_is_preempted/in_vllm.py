@@ -54,8 +54,6 @@ def league_vllm(profile: Profile) -> Outcome:
     Tokens are not compared, as in bfloat16 another batch can mean another token; the plugin's tests do so in float32.
     """
     config = profile.section("league_vllm", VllmVictimsConfig)
-    if not VLLM_PYTHON.exists():
-        raise FirstTokenError("league_vllm: vLLM's environment is missing; run env/vllm/setup.sh")
     check(config.needs(), ModelFacts(profile.model, {POOL: config.blocks * 16}))
     loaded, first_seed = load_model(profile.model, dtype=profile.torch_dtype()), profile.seed + config.first_seed
     seeds = list(range(first_seed, first_seed + config.seeds))
@@ -81,7 +79,10 @@ def league_vllm(profile: Profile) -> Outcome:
 
 
 def answered(job: dict[str, Any], folder: Path, lines: int) -> list[dict[str, Any]]:
-    """The lines that vLLM answers to ``job``. Raises FirstTokenError with the last line of its log where it fails."""
+    """The lines that vLLM answers to ``job``. Raises FirstTokenError without its environment, and with the last error
+    of its log where it fails."""
+    if not VLLM_PYTHON.exists():
+        raise FirstTokenError("league_vllm: vLLM's environment is missing; run env/vllm/setup.sh")
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     command = [str(VLLM_PYTHON), "-m", "firsttoken_studies.nb24_who_is_preempted.vllm_turns", str(folder / "job.json")]
     environment, log = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, folder / "log.txt"

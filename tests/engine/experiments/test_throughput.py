@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 
 import pytest
+from interpreters import answering
 
 from firsttoken.engine.accelerator import fuse
 from firsttoken.study import paths
@@ -35,11 +35,7 @@ def vllm_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts a script in the place of vLLM's interpreter."""
 
     def make(script: str) -> None:
-        (tmp_path / "answers.py").write_text(script)
-        python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/answers.py"\n')
-        python.chmod(0o755)
-        monkeypatch.setattr(throughput, "VLLM_PYTHON", python)
+        monkeypatch.setattr(throughput, "VLLM_PYTHON", answering(tmp_path, script))
         monkeypatch.setattr(paths, "CACHE", tmp_path)
 
     return make
