@@ -121,7 +121,7 @@ def _through(model: nn.Module, span: range, inputs: Tensor) -> Tensor:
 
 
 _ROUNDED = 8  # prompts whose states are computed in float64, too
-_LOOKS = 200  # until a client sees the liar before the honest server of its blocks
+_LOOKS = 600  # until a client sees the liar before the honest server of its blocks
 _PAUSE_S = 0.05  # between two looks: beside other work a server was late, and counts as farther away for some seconds
 
 
